@@ -1,0 +1,155 @@
+"""What the router needs to know of a backend, and the contract that every backend keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from agoge_async.errors import AgogeError, UnsupportedError
+from agoge_async.requests import InferenceRequest, TokenRequest
+from agoge_async.responses import (
+    ChatChunk,
+    InferenceResponse,
+    StreamSummary,
+    TokenResponse,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a backend can do; what it can't is refused before a request leaves."""
+
+    token_ids: bool = False
+    """Takes token ids, and reports those of prompts and answers."""
+    logprobs: bool = False
+    """Reports log probabilities."""
+    versions: bool = False
+    """Reports which weights sampled which token."""
+    tools: bool = True
+    """Calls tools of its own choice (`tool_choice` "auto")."""
+    vision: bool = False
+    """Understands images."""
+
+    def check_chat(self, request: InferenceRequest, backend: str) -> None:
+        """Refuse a chat that needs what is missing.
+
+        Raises:
+            UnsupportedError: Names the capability and the field that needs it.
+        """
+        if request.has_images() and not self.vision:
+            raise _unsupported(backend, "vision", "messages", "doesn't take images; send text only")
+        if request.logprobs and not self.logprobs:
+            raise _unsupported(backend, "logprobs", "logprobs", "reports no log probabilities")
+        chooses = request.tools and request.tool_choice in (None, "auto")
+        if chooses and not self.tools:
+            raise _unsupported(
+                backend,
+                "tools",
+                "tools",
+                "has no parser for tool calls; set the model's tool_call_parser (for Qwen: "
+                'hermes), or tool_choice="none"',
+            )
+
+    def check_tokens(self, backend: str) -> None:
+        """Refuse a `TokenRequest` where token ids aren't taken.
+
+        Raises:
+            UnsupportedError: The backend takes text only.
+        """
+        if not self.token_ids:
+            raise _unsupported(backend, "token_ids", "prompt_token_ids", "doesn't take token ids")
+
+
+def _unsupported(backend: str, capability: str, parameter: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"backend {backend} {why}", capability=capability, parameter=parameter
+    )
+
+
+class ChunkStream(Protocol):
+    """An answer in pieces, as a backend gives it."""
+
+    summary: StreamSummary
+    """Complete once the pieces have ended."""
+
+    def __aiter__(self) -> AsyncIterator[ChatChunk]:
+        """Iterate over the pieces."""
+        ...
+
+    async def __anext__(self) -> ChatChunk:
+        """Wait for the next piece."""
+        ...
+
+    async def aclose(self) -> None:
+        """Abort what is left; does nothing after the end."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendStatus:
+    """How a backend is doing, for `Router.statistics()`."""
+
+    state: str
+    """starting, serving, restarting, failed or closed."""
+    restarts: int = 0
+    error: AgogeError | None = None
+    """Why it doesn't serve, where it doesn't."""
+
+
+class Backend(ABC):
+    """Something that answers requests: one engine, one server, one API account.
+
+    The router calls `run` once, in a task of its own, and the other methods only while
+    `is_serving`. Every method but `run` may be cancelled at any time and then leaves nothing
+    running.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.on_change: Callable[[], None] = lambda: None
+        """Set by the router; a backend calls it when `is_serving` or its status changed."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What it can do; valid while it serves."""
+
+    @property
+    @abstractmethod
+    def status(self) -> BackendStatus:
+        """How it is doing."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests may be sent to it now."""
+        return self.status.state == "serving"
+
+    @property
+    def may_serve_later(self) -> bool:
+        """Whether waiting for it makes sense."""
+        return self.status.state in {"starting", "restarting"}
+
+    @abstractmethod
+    async def run(self, started: Callable[[], None]) -> None:
+        """Own the backend's resources until cancelled.
+
+        Args:
+            started: Called once, when requests may come.
+
+        Raises:
+            BackendError: It couldn't be started.
+        """
+
+    @abstractmethod
+    async def chat(self, request: InferenceRequest) -> InferenceResponse:
+        """Answer a chat."""
+
+    @abstractmethod
+    async def stream(self, request: InferenceRequest) -> ChunkStream:
+        """Begin to answer a chat in pieces."""
+
+    @abstractmethod
+    async def generate(self, request: TokenRequest) -> TokenResponse:
+        """Answer token ids with token ids."""

@@ -1,0 +1,261 @@
+"""A backend that is one local vLLM engine, restarted when it dies.
+
+One `LocalBackend` is one replica: it owns one `EngineProcess` at a time, in the task that runs
+`run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import anyio
+
+from agoge_async.backends.base import Backend, BackendStatus, Capabilities
+from agoge_async.engine.messages import (
+    CallKind,
+    EngineSpec,
+    FaultKind,
+    Reply,
+    ReplyKind,
+    decode_fault,
+    encode_json,
+)
+from agoge_async.engine.process import EngineProcess, EngineStream
+from agoge_async.errors import (
+    AgogeError,
+    ContextLengthError,
+    EngineDiedError,
+    EngineStartError,
+    GenerationError,
+    InvalidRequestError,
+    NoReplicaError,
+)
+from agoge_async.requests import InferenceRequest, TokenRequest
+from agoge_async.responses import (
+    ChatChunk,
+    InferenceResponse,
+    StreamSummary,
+    TokenResponse,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartPolicy:
+    """When a dead engine is started again."""
+
+    max_restarts: int = 3
+    """Deaths in a row after which the replica stays down; 0: never restart."""
+    backoff_s: float = 1.0
+    """Pause before the first restart; doubled for each that follows."""
+    max_backoff_s: float = 60.0
+    healthy_after_s: float = 600.0
+    """An engine that served this long starts a new row."""
+
+    def delay_s(self, restarts: int) -> float:
+        """Give the pause before a restart.
+
+        Args:
+            restarts: Restarts in this row so far.
+        """
+        return min(self.max_backoff_s, self.backoff_s * 2.0**restarts)
+
+
+SpecFactory = Callable[[str], EngineSpec]
+"""Makes the specification of an engine, given its own work folder."""
+
+
+class LocalBackend(Backend):
+    """One replica of a model: a supervised local engine.
+
+    Args:
+        name: Of the replica, such as `tiny/0`.
+        make_spec: Makes the engine's specification.
+        start_timeout_s: How long a start may take.
+        restart: When to start again.
+        start_slots: Shared by replicas: how many may start at once.
+        on_progress: Told of each stage of each start: replica, stage.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make_spec: SpecFactory,
+        *,
+        start_timeout_s: float = 600.0,
+        restart: RestartPolicy | None = None,
+        start_slots: anyio.Semaphore | None = None,
+        on_progress: Callable[[str, str], None] = lambda _name, _stage: None,
+    ) -> None:
+        super().__init__(name)
+        self._make_spec = make_spec
+        self._start_timeout_s = start_timeout_s
+        self._restart = restart or RestartPolicy()
+        self._start_slots = start_slots or anyio.Semaphore(1)
+        self._report = on_progress
+        self._engine: EngineProcess | None = None
+        self._status = BackendStatus(state="starting")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the engine can do, as it said when it started."""
+        info = self._engine.info if self._engine is not None else None
+        return Capabilities(
+            token_ids=True,
+            logprobs=True,
+            versions=True,
+            tools=info is not None and info.has_tool_parser,
+            vision=info is not None and info.is_multimodal,
+        )
+
+    @property
+    def status(self) -> BackendStatus:
+        """How the replica is doing."""
+        return self._status
+
+    @property
+    def engine(self) -> EngineProcess:
+        """The engine that serves now.
+
+        Raises:
+            NoReplicaError: None does.
+        """
+        if self._engine is None:
+            raise NoReplicaError(f"replica {self.name} has no engine now", backend=self.name)
+        return self._engine
+
+    async def run(self, started: Callable[[], None]) -> None:
+        """Keep an engine running until cancelled.
+
+        Raises:
+            EngineStartError: The first start failed.
+        """
+        restarts = total_restarts = 0
+        try:
+            while True:
+                served_from = anyio.current_time()
+                error = await self._serve_once(started, total_restarts)
+                if anyio.current_time() - served_from > self._restart.healthy_after_s:
+                    restarts = 0
+                if restarts >= self._restart.max_restarts:
+                    self._set_status("failed", total_restarts, error)
+                    logger.error("%s: stays down after %d restarts", self.name, restarts)
+                    await anyio.sleep_forever()
+                self._set_status("restarting", total_restarts, error)
+                delay_s = self._restart.delay_s(restarts)
+                logger.warning("%s; restart %d in %g s", error, restarts + 1, delay_s)
+                await anyio.sleep(delay_s)
+                restarts += 1
+                total_restarts += 1
+        finally:
+            self._set_status("closed", total_restarts, None)
+
+    async def _serve_once(self, started: Callable[[], None], total_restarts: int) -> AgogeError:
+        """Start an engine and serve until its death; gives its error."""
+        engine = EngineProcess(
+            self._make_spec(tempfile.mkdtemp(prefix="agoge-")),
+            lambda stage: self._report(self.name, stage),
+        )
+        try:
+            try:
+                async with self._start_slots:
+                    info = await engine.start(self._start_timeout_s)
+            except EngineStartError as error:
+                if total_restarts == 0 and self._status.state == "starting":
+                    raise
+                return error
+            self._engine = engine
+            logger.info("%s: serving with vLLM %s, pid %s", self.name, info.vllm_version, engine.pid)
+            self._set_status("serving", total_restarts, None)
+            started()
+            await engine.wait_gone()
+            self._set_status("restarting", total_restarts, None)
+            return await engine.bury()
+        finally:
+            self._engine = None
+            await engine.aclose()
+
+    def _set_status(self, state: str, restarts: int, error: AgogeError | None) -> None:
+        self._status = BackendStatus(state=state, restarts=restarts, error=error)
+        self._report(self.name, state)
+        self.on_change()
+
+    async def chat(self, request: InferenceRequest) -> InferenceResponse:
+        """Answer a chat."""
+        reply = await self._call(CallKind.CHAT, request)
+        return InferenceResponse.model_validate_json(reply.body)
+
+    async def generate(self, request: TokenRequest) -> TokenResponse:
+        """Answer token ids with token ids."""
+        reply = await self._call(CallKind.GENERATE, request)
+        return TokenResponse.model_validate_json(reply.body)
+
+    async def stream(self, request: InferenceRequest) -> LocalStream:
+        """Begin to answer a chat in pieces."""
+        body = encode_json(request.wire())
+        return LocalStream(self.name, await self.engine.stream(CallKind.CHAT_STREAM, body))
+
+    async def _call(self, kind: CallKind, request: InferenceRequest | TokenRequest) -> Reply:
+        reply = await self.engine.call(kind, encode_json(request.wire()))
+        if reply.kind is ReplyKind.ERROR:
+            raise _error_of(reply, self.name)
+        return reply
+
+
+class LocalStream:
+    """A chat's answer in pieces, from a local engine."""
+
+    def __init__(self, backend: str, stream: EngineStream) -> None:
+        self.summary = StreamSummary()
+        self._backend = backend
+        self._stream = stream
+        self._is_open = True
+
+    def __aiter__(self) -> AsyncIterator[ChatChunk]:
+        """Iterate over the pieces."""
+        return self
+
+    async def __anext__(self) -> ChatChunk:
+        """Wait for the next piece.
+
+        Raises:
+            EngineDiedError: The engine died.
+            RequestError: The engine refuses the request.
+        """
+        if not self._is_open:
+            raise StopAsyncIteration
+        try:
+            reply = await self._stream.next()
+        except EngineDiedError:
+            self._is_open = False
+            raise
+        if reply.kind is ReplyKind.CHUNK:
+            return ChatChunk.model_validate_json(reply.body)
+        self._is_open = False
+        if reply.kind is ReplyKind.ERROR:
+            raise _error_of(reply, self._backend)
+        self.summary = StreamSummary.model_validate_json(reply.body)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Abort what is left in the engine."""
+        if self._is_open:
+            self._is_open = False
+            self._stream.cancel()
+
+
+def _error_of(reply: Reply, backend: str) -> AgogeError:
+    fault = decode_fault(reply.body)
+    if fault.kind is FaultKind.CONTEXT:
+        return ContextLengthError(
+            fault.message,
+            prompt_tokens=fault.prompt_tokens,
+            max_model_len=fault.max_model_len,
+        )
+    if fault.kind is FaultKind.INVALID:
+        return InvalidRequestError(fault.message, parameter=fault.parameter)
+    return GenerationError(f"engine {backend} failed the request: {fault.message}", backend=backend)

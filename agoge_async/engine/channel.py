@@ -1,0 +1,140 @@
+"""Framed messages over a socket, in both processes.
+
+Messages sent in one turn of the event loop leave as one frame. `drain()` waits while the other side
+doesn't read: whoever makes many messages awaits it, so memory stays bounded by the kernel's buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MAX_FRAME_BYTES = 1 << 30
+"""A length above this means that the stream is corrupt."""
+
+_Out = TypeVar("_Out")
+_In = TypeVar("_In")
+
+
+class Channel(asyncio.Protocol, Generic[_Out, _In]):
+    """One end of a connected socket that carries typed messages.
+
+    Args:
+        incoming: Type of the messages that the other end sends.
+        on_message: Called for each of them, on the event loop.
+        on_closed: Called once, when the other end is gone or sends what can't be read.
+    """
+
+    def __init__(
+        self,
+        incoming: Any,
+        on_message: Callable[[_In], None],
+        on_closed: Callable[[Exception | None], None],
+    ) -> None:
+        self._decoder: msgspec.msgpack.Decoder[list[_In]] = msgspec.msgpack.Decoder(list[incoming])
+        self._encoder = msgspec.msgpack.Encoder()
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._outgoing: list[_Out] = []
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    @classmethod
+    async def open(
+        cls,
+        sock: socket.socket,
+        incoming: Any,
+        on_message: Callable[[_In], None],
+        on_closed: Callable[[Exception | None], None],
+    ) -> Channel[_Out, _In]:
+        """Take over a connected socket."""
+        sock.setblocking(False)
+        _, channel = await asyncio.get_running_loop().create_unix_connection(
+            lambda: cls(incoming, on_message, on_closed), sock=sock
+        )
+        return channel
+
+    def send(self, message: _Out) -> None:
+        """Queue a message; a closed channel drops it, `on_closed` has told of that."""
+        if self._transport is None:
+            return
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(message)
+
+    async def drain(self) -> None:
+        """Wait until the other end reads again."""
+        await self._writable.wait()
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether `drain` would return at once."""
+        return self._writable.is_set()
+
+    def close(self) -> None:
+        """Send what is queued, then close."""
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    def _flush(self) -> None:
+        if self._outgoing and self._transport is not None:
+            payload = self._encoder.encode(self._outgoing)
+            self._transport.write(len(payload).to_bytes(4, "big") + payload)
+        self._outgoing.clear()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport; called by asyncio."""
+        self._transport = transport  # type: ignore[assignment]  # create_unix_connection gives a Transport
+
+    def pause_writing(self) -> None:
+        """Make `drain` wait; called by asyncio."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """Let `drain` go on; called by asyncio."""
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Deliver each whole message; called by asyncio."""
+        received = self._received
+        received += data
+        start = 0
+        while len(received) - start >= 4:
+            size = int.from_bytes(received[start : start + 4], "big")
+            if size > MAX_FRAME_BYTES:
+                self._fail(ValueError(f"a frame of {size} bytes, limit {MAX_FRAME_BYTES}"))
+                return
+            end = start + 4 + size
+            if len(received) < end:
+                break
+            try:
+                messages = self._decoder.decode(memoryview(received)[start + 4 : end])
+            except msgspec.MsgspecError as error:
+                self._fail(error)
+                return
+            start = end
+            for message in messages:
+                self._on_message(message)
+        if start:
+            del received[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the owner; called by asyncio."""
+        self._transport = None
+        self._writable.set()
+        self._outgoing.clear()
+        self._on_closed(exc)
+
+    def _fail(self, error: Exception) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._received.clear()
+        self._on_closed(error)

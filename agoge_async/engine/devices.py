@@ -1,0 +1,148 @@
+"""Which GPUs and which environment an engine's child gets. Pure, but for `visible_gpus`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from agoge_async.errors import ConfigError
+
+_TORCHRUN_NAMES = frozenset(
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NCCL_ASYNC_ERROR_HANDLING",
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    }
+)
+_TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "VLLM_DP_")
+"""A trainer's distributed set-up, which would make vLLM join the trainer's group."""
+
+_RPC_PATH_LIMIT = 60
+"""A Unix socket's path may have 107 characters; vLLM appends a name of 36 and a suffix."""
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """List what CUDA_VISIBLE_DEVICES would name, without loading CUDA."""
+    restricted = environment.get("CUDA_VISIBLE_DEVICES")
+    if restricted is not None:
+        return [device.strip() for device in restricted.split(",") if device.strip()]
+    cards = Path("/proc/driver/nvidia/gpus")
+    return [str(index) for index in range(len(list(cards.iterdir())))] if cards.is_dir() else []
+
+
+def assign_gpus(
+    wanted: Mapping[str, Sequence[Sequence[int]] | None],
+    replicas: Mapping[str, int],
+    gpus_per_replica: Mapping[str, int],
+    num_visible: int,
+) -> dict[str, list[list[int]]]:
+    """Give each replica of each model its GPUs.
+
+    Models that name theirs are served first; the others take the lowest free ones. Without any
+    GPU, every replica gets an empty list: it runs on the CPU.
+
+    Args:
+        wanted: Model name to one list of indices a replica, or None: choose.
+        replicas: Model name to its number of replicas.
+        gpus_per_replica: Model name to tensor parallel size times pipeline parallel size.
+        num_visible: How many GPUs there are; indices are 0 up to it.
+
+    Raises:
+        ConfigError: An index is used twice or doesn't exist, or there are too few GPUs.
+    """
+    assigned: dict[str, list[list[int]]] = {}
+    taken: dict[int, str] = {}
+    for model, lists in wanted.items():
+        if lists is None:
+            continue
+        key = f"models.{model}.gpus"
+        if len(lists) != replicas[model]:
+            raise ConfigError(
+                f"{key} has {len(lists)} lists for {replicas[model]} replicas (num_workers); "
+                "give one list of GPU ids a replica",
+                key=key,
+            )
+        for gpus in lists:
+            _check_gpus(key, gpus, gpus_per_replica[model], num_visible, taken)
+        assigned[model] = [list(gpus) for gpus in lists]
+    free = [index for index in range(num_visible) if index not in taken]
+    for model, lists in wanted.items():
+        if lists is not None:
+            continue
+        size = gpus_per_replica[model] if num_visible else 0
+        needed = size * replicas[model]
+        if needed > len(free):
+            raise ConfigError(
+                f"models.{model}: {replicas[model]} replicas of {size} GPUs need {needed}, "
+                f"free are {len(free)} of {num_visible}; lower num_workers or "
+                "tensor_parallel_size",
+                key=f"models.{model}.num_workers",
+            )
+        assigned[model] = [free[i * size : (i + 1) * size] for i in range(replicas[model])]
+        free = free[needed:]
+    return assigned
+
+
+def _check_gpus(
+    key: str, gpus: Sequence[int], size: int, num_visible: int, taken: dict[int, str]
+) -> None:
+    if len(gpus) != size:
+        raise ConfigError(
+            f"{key}: {list(gpus)} holds {len(gpus)} GPUs, but tensor_parallel_size x "
+            f"pipeline_parallel_size is {size}; make them equal",
+            key=key,
+        )
+    for index in gpus:
+        if not 0 <= index < num_visible:
+            there = f"0 to {num_visible - 1}" if num_visible else "none"
+            raise ConfigError(
+                f"{key}: GPU {index} doesn't exist; this process sees {there} "
+                "(CUDA_VISIBLE_DEVICES counts)",
+                key=key,
+            )
+        if index in taken:
+            raise ConfigError(f"{key}: GPU {index} is given twice; {taken[index]} has it", key=key)
+        taken[index] = key
+
+
+def engine_environment(
+    parent: Mapping[str, str],
+    *,
+    gpus: Sequence[int],
+    num_threads: int,
+    work_dir: str,
+    extra: Mapping[str, str],
+) -> dict[str, str]:
+    """Give the whole environment of an engine's child.
+
+    Args:
+        parent: The environment of this process; torchrun's variables are left out.
+        gpus: Indices into the visible GPUs; empty: the CPU.
+        num_threads: OpenMP threads of each process of a CPU engine.
+        work_dir: The engine's own folder.
+        extra: Variables from the configuration; they win.
+    """
+    environment = {
+        name: value
+        for name, value in parent.items()
+        if name not in _TORCHRUN_NAMES and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+    visible = visible_gpus(parent)
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index] for index in gpus)
+    environment["TMPDIR"] = work_dir
+    if len(work_dir) <= _RPC_PATH_LIMIT:
+        environment["VLLM_RPC_BASE_PATH"] = work_dir
+    environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not gpus:
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+    environment.update(extra)
+    return environment

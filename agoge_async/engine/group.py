@@ -1,0 +1,82 @@
+"""Process groups: an engine is one group, led by the child, and ends as a whole.
+
+Linux keeps the number of a group taken until its last process is gone, so a group that we made can't
+be mistaken for a stranger's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+GROUP_POLL_S = 0.5
+"""How often a process looks whether the one that it depends on is alive."""
+
+
+def own_group() -> int:
+    """Give the group of this process; it is its leader's pid too."""
+    return os.getpgrp()
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether a process exists and is no zombie."""
+    fields = _stat_fields(pid)
+    return fields is not None and fields[0] not in "ZX"
+
+
+def group_members(group: int) -> list[int]:
+    """List the live processes of a group."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat_fields(int(entry.name))
+            if fields is not None and fields[0] not in "ZX" and int(fields[2]) == group:
+                members.append(int(entry.name))
+    return members
+
+
+def kill_group(group: int) -> bool:
+    """Send SIGKILL to every process of a group; False when there is none left."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def wait_group_gone(group: int, timeout_s: float) -> bool:
+    """Wait until no process of a group lives; False when some still do."""
+    deadline = time.monotonic() + timeout_s
+    while group_members(group):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def shared_memory_of(pids: list[int]) -> set[Path]:
+    """List the segments of `multiprocessing.shared_memory` that these processes have mapped.
+
+    vLLM's processes talk over such segments; killed ones leave them in /dev/shm.
+    """
+    segments = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            path = line.partition("/dev/shm/psm_")  # noqa: S108  # where Linux keeps them
+            if path[1] and not line.endswith("(deleted)"):
+                segments.add(Path(path[1] + path[2]))
+    return segments

@@ -1,0 +1,210 @@
+"""The child's side: vLLM's `AsyncLLM` behind two sockets.
+
+`main` runs in a process of its own session, which EngineCore and the workers join. It builds the
+engine in the main thread (the constructor blocks until the model is loaded), then answers calls:
+one task each, results batched by the channel. The chat template, tool and reasoning parsers and
+structured outputs are vLLM's own serving classes (see `serving`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from agoge_async.engine.channel import Channel
+from agoge_async.engine.group import GROUP_POLL_S, kill_group, own_group
+from agoge_async.engine.messages import (
+    Call,
+    Cancel,
+    EngineLoad,
+    EngineSpec,
+    Failed,
+    Progress,
+    Query,
+    Ready,
+    Reply,
+    ReplyKind,
+    Shutdown,
+    ToChildControl,
+    ToParentControl,
+    encode_fault,
+)
+
+if TYPE_CHECKING:
+    from agoge_async.engine.serving import Serving
+
+HEALTH_POLL_S = 0.2
+"""How often an idle host looks whether EngineCore still lives; running calls learn it at once."""
+DIED_EXIT_CODE = 70
+START_FAILED_EXIT_CODE = 71
+
+
+def main(
+    spec: EngineSpec, data: socket.socket, control: socket.socket, log: Connection
+) -> None:
+    """Become the engine of `spec`; the target of the child process."""
+    os.setsid()
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    log.close()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
+    os.environ.clear()
+    os.environ.update(spec.environment)
+    threading.Thread(target=_end_with_parent, args=(spec,), daemon=True).start()
+    code = _run(spec, data, control)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # atexit hooks of torch and vLLM could hang; the parent sweeps the group
+
+
+def _end_with_parent(spec: EngineSpec) -> None:
+    """End the whole group when the parent is gone: a SIGKILL of it tells nobody."""
+    never = threading.Event()
+    while os.getppid() == spec.parent_pid:
+        never.wait(GROUP_POLL_S)
+    shutil.rmtree(spec.work_dir, ignore_errors=True)
+    kill_group(own_group())
+
+
+def _run(spec: EngineSpec, data: socket.socket, control: socket.socket) -> int:
+    early = _EarlyControl(control)
+    try:
+        early.send(Progress("loading vLLM"))
+        from agoge_async.engine.serving import Serving, build_engine
+
+        early.send(Progress("loading the model"))
+        engine = build_engine(spec)
+        serving = Serving(engine, spec)
+    except BaseException as error:  # noqa: BLE001  # the process boundary: the parent must know
+        import traceback
+
+        traceback.print_exc()
+        early.send(Failed(f"{type(error).__name__}: {error}".splitlines()[0]))
+        return START_FAILED_EXIT_CODE
+    with _event_loop_runner() as runner:
+        return runner.run(Host(serving).run(data, control))
+
+
+def _event_loop_runner() -> asyncio.Runner:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+class _EarlyControl:
+    """Sends on the control socket before there is an event loop."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    def send(self, message: ToParentControl) -> None:
+        import msgspec
+
+        payload = msgspec.msgpack.encode([message])
+        with contextlib.suppress(OSError):  # the parent is gone; the watch thread ends us
+            self._control.sendall(len(payload).to_bytes(4, "big") + payload)
+
+
+class Host:
+    """Answers calls with an engine until it is told to stop, or the engine dies."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._cancelled_early: set[int] = set()
+        self._data: Channel[Reply, Call]
+        self._control: Channel[ToParentControl, ToChildControl]
+        self._stop = asyncio.Event()
+        self._exit_code = 0
+
+    async def run(self, data: socket.socket, control: socket.socket) -> int:
+        """Serve; gives the exit code of the process."""
+        self._control = await Channel.open(
+            control, ToChildControl, self._on_control, self._on_closed
+        )
+        self._data = await Channel.open(data, Call, self._on_call, self._on_closed)
+        self._control.send(Progress("warming up"))
+        await self._serving.warm_up()
+        gc.collect()
+        gc.freeze()
+        self._control.send(Ready(self._serving.info()))
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_POLL_S):
+                    await self._stop.wait()
+            if self._serving.is_dead and not self._stop.is_set():
+                self._die(self._serving.death_cause())
+        for task in self._tasks.values():
+            task.cancel()
+        self._control.close()
+        self._data.close()
+        self._serving.shutdown()
+        return self._exit_code
+
+    def _on_closed(self, error: Exception | None) -> None:
+        del error  # whatever it was, the parent can't be served any more
+        self._stop.set()
+
+    def _on_control(self, message: ToChildControl) -> None:
+        if isinstance(message, Cancel):
+            task = self._tasks.get(message.id)
+            if task is not None:
+                task.cancel()
+            else:  # it overtook its call, or crossed with the answer
+                self._cancelled_early.add(message.id)
+        elif isinstance(message, Query):
+            load = EngineLoad(message.id, len(self._tasks), self._serving.num_unfinished)
+            self._control.send(load)
+        elif isinstance(message, Shutdown):
+            self._stop.set()
+
+    def _on_call(self, call: Call) -> None:
+        if self._cancelled_early:
+            # Calls arrive in order of their ids: a smaller one that isn't here was answered.
+            is_cancelled = call.id in self._cancelled_early
+            self._cancelled_early = {id_ for id_ in self._cancelled_early if id_ > call.id}
+            if is_cancelled:
+                return
+        task = asyncio.get_running_loop().create_task(self._answer(call))
+        self._tasks[call.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(call.id, None))
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            async with contextlib.aclosing(self._pieces(call)) as pieces:
+                async for kind, body in pieces:
+                    if not self._data.is_writable:
+                        await self._data.drain()
+                    if _is_cancelling():  # vLLM's serving classes swallow a cancellation
+                        return
+                    self._data.send(Reply(call.id, kind, body))
+        except self._serving.death_errors:
+            self._die(self._serving.death_cause())
+        except Exception as error:  # noqa: BLE001  # becomes data: the caller gets it
+            fault = self._serving.describe_fault(error)
+            self._data.send(Reply(call.id, ReplyKind.ERROR, encode_fault(fault)))
+
+    def _pieces(self, call: Call) -> AsyncIterator[tuple[ReplyKind, bytes]]:
+        return self._serving.answer(call)
+
+    def _die(self, cause: str) -> None:
+        if not self._stop.is_set():
+            self._control.send(Failed(cause))
+            self._exit_code = DIED_EXIT_CODE
+            self._stop.set()
+
+
+def _is_cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,161 @@
+"""The wire between a router and its engine: what the frames on the two sockets hold.
+
+The data socket carries calls and replies. The control socket carries everything that mustn't wait
+behind them: life-cycle events, cancellations, statistics. A frame is a length and a msgpack list of
+messages; bodies inside are JSON bytes, made once by one side and read once by the other.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class CallKind(StrEnum):
+    """What a `Call` asks for, and what its replies hold."""
+
+    CHAT = "chat"
+    """OpenAI chat request in; one `ChatCompletion` out."""
+    CHAT_STREAM = "chat_stream"
+    """OpenAI chat request in; `ChatCompletionChunk`s out, then a `StreamSummary`."""
+    GENERATE = "generate"
+    """`TokenRequest` in; one `TokenResponse` out."""
+
+
+class ReplyKind(StrEnum):
+    """Where a `Reply` stands in the answer to its call."""
+
+    CHUNK = "chunk"
+    """A piece of the answer; more follows."""
+    RESULT = "result"
+    """The answer, or the end of its pieces."""
+    ERROR = "error"
+    """The call failed; the body is a `Fault`."""
+
+
+class FaultKind(StrEnum):
+    """Whose fault a failed call is."""
+
+    INVALID = "invalid"
+    CONTEXT = "context"
+    INTERNAL = "internal"
+
+
+class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a call failed."""
+
+    kind: FaultKind
+    message: str
+    parameter: str | None = None
+    prompt_tokens: int = 0
+    max_model_len: int = 0
+
+
+class Call(msgspec.Struct, frozen=True, tag="call", array_like=True):
+    """Parent to child, data: do this."""
+
+    id: int
+    kind: CallKind
+    body: bytes
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
+    """Child to parent, data: (a piece of) what came of a call."""
+
+    id: int
+    kind: ReplyKind
+    body: bytes
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
+    """Parent to child, control: nobody waits for this call any more."""
+
+    id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
+    """Parent to child, control: abort what runs and end."""
+
+
+class Query(msgspec.Struct, frozen=True, tag="query", array_like=True):
+    """Parent to child, control: how busy are you."""
+
+    id: int
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+    """Child to parent, control: start-up has come to this stage."""
+
+    stage: str
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What a started engine says about itself."""
+
+    max_model_len: int
+    vllm_version: str
+    is_multimodal: bool
+    has_tool_parser: bool
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    """Child to parent, control: calls are welcome."""
+
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """Child to parent, control: the engine can't start, or died; the child ends now."""
+
+    cause: str
+
+
+class EngineLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
+    """Child to parent, control: how busy the engine is."""
+
+    id: int
+    calls: int
+    """Calls that the child is answering."""
+    unfinished: int
+    """Requests that vLLM has not finished."""
+
+
+ToChildData = Call
+ToParentData = Reply
+ToChildControl = Cancel | Shutdown | Query
+ToParentControl = Progress | Ready | Failed | EngineLoad
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a child needs to know to become an engine; plain data, so that spawn can pickle it."""
+
+    name: str
+    served_model: str
+    engine_args: dict[str, Any]
+    environment: dict[str, str]
+    """The whole environment of the child, set before torch and vLLM load."""
+    work_dir: str
+    """Folder for the engine's sockets and temporary files; removed with it."""
+    parent_pid: int
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    chat_template: str | None = None
+    """A template, or the path of one."""
+
+
+def encode_fault(fault: Fault) -> bytes:
+    """Write a fault as the body of an ERROR reply."""
+    return msgspec.json.encode(fault)
+
+
+def decode_fault(body: bytes) -> Fault:
+    """Read the body of an ERROR reply."""
+    return msgspec.json.decode(body, type=Fault)
+
+
+def encode_json(value: Any) -> bytes:
+    """Write plain data as a body."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,398 @@
+"""The parent's handle of one engine: start it, call it, notice its death, end all of it.
+
+An `EngineProcess` lives once: after `aclose` or the engine's death a new one is made (by
+`backends.local`). It must be used on the event loop that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import copy
+import itertools
+import multiprocessing.connection
+import os
+import shutil
+import socket
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import anyio
+import anyio.to_thread
+
+from agoge_async.engine.channel import Channel
+from agoge_async.engine.group import (
+    group_members,
+    kill_group,
+    shared_memory_of,
+    wait_group_gone,
+)
+from agoge_async.engine.log import LogPump, find_cause
+from agoge_async.engine.messages import (
+    Call,
+    CallKind,
+    Cancel,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    Failed,
+    Progress,
+    Query,
+    Ready,
+    Reply,
+    ReplyKind,
+    Shutdown,
+    ToParentControl,
+)
+from agoge_async.errors import EngineBusyError, EngineDiedError, EngineStartError
+
+SHUTDOWN_S = 10.0
+"""vLLM gives its workers 5 s to end; then the group is killed."""
+KILL_S = 5.0
+"""How long killed processes may take to be gone."""
+QUERY_S = 5.0
+"""A child answers a query between two turns of its loop; longer means that it hangs."""
+
+_spawn_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Keep multiprocessing from importing the user's script in the child.
+
+    A spawned child imports `__main__` again, which runs a script that has no `__main__` guard and
+    fails for one read from stdin. The child needs nothing of it.
+    """
+    with _spawn_lock:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+def _spawn(spec: EngineSpec, *ends: socket.socket | Connection) -> BaseProcess:
+    import torch.multiprocessing
+
+    from agoge_async.engine.host import main
+
+    process: BaseProcess = torch.multiprocessing.get_context("spawn").Process(
+        target=main, args=(spec, *ends), name=f"agoge-engine-{spec.name}", daemon=False
+    )
+    with _no_main_module():
+        process.start()
+    return process
+
+
+class EngineStream:
+    """The pieces of one answer, as the engine makes them.
+
+    The queue needs no limit of its own: a call makes no more pieces than its answer has tokens.
+    """
+
+    def __init__(self, engine: EngineProcess, call_id: int) -> None:
+        self._engine = engine
+        self._call_id = call_id
+        self._replies: asyncio.Queue[Reply | EngineDiedError] = asyncio.Queue()
+
+    def put(self, reply: Reply | EngineDiedError) -> None:
+        """Take a reply from the engine."""
+        self._replies.put_nowait(reply)
+
+    async def next(self) -> Reply:
+        """Wait for the next reply: chunks, then a result or an error.
+
+        Raises:
+            EngineDiedError: The engine died first.
+        """
+        reply = await self._replies.get()
+        if isinstance(reply, EngineDiedError):
+            raise reply
+        if reply.kind is not ReplyKind.CHUNK:
+            self._engine.forget(self._call_id)
+        return reply
+
+    def cancel(self) -> None:
+        """Abort the call in the engine; does nothing after its end."""
+        self._engine.cancel(self._call_id)
+
+
+class _SingleReply:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[Reply] = loop.create_future()
+
+    def put(self, reply: Reply | EngineDiedError) -> None:
+        if self.future.done():
+            return
+        if isinstance(reply, EngineDiedError):
+            self.future.set_exception(reply)
+        else:
+            self.future.set_result(reply)
+
+
+class EngineProcess:
+    """One vLLM engine in a child process.
+
+    Args:
+        spec: What the child becomes.
+        on_progress: Told of each stage of the start-up.
+    """
+
+    def __init__(self, spec: EngineSpec, on_progress: Callable[[str], None]) -> None:
+        self.spec = spec
+        self.info: EngineInfo | None = None
+        """Set once the engine is ready."""
+        self._on_progress = on_progress
+        self._stage = "launching"
+        self._cause: str | None = None
+        self._process: BaseProcess | None = None
+        self._log: LogPump | None = None
+        self._data: Channel[Call, Reply] | None = None
+        self._control: Channel[Cancel | Query | Shutdown, ToParentControl] | None = None
+        self._pending: dict[int, _SingleReply | EngineStream] = {}
+        self._queries: dict[int, asyncio.Future[EngineLoad]] = {}
+        self._ids = itertools.count()
+        self._ready_or_gone = anyio.Event()
+        self._gone = anyio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's pid, which is its process group too; None before it is launched."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def num_calls(self) -> int:
+        """Calls whose answer isn't complete."""
+        return len(self._pending)
+
+    async def start(self, timeout_s: float) -> EngineInfo:
+        """Launch the child and wait until the engine serves.
+
+        Raises:
+            EngineStartError: It can't, or took longer than `timeout_s`; nothing is left of it.
+        """
+        try:
+            with anyio.move_on_after(timeout_s):
+                await self._launch()
+                await self._ready_or_gone.wait()
+            if self.info is None:
+                raise await self._start_error(timeout_s)
+        except BaseException:
+            await self._end_group()
+            raise
+        return self.info
+
+    async def call(self, kind: CallKind, body: bytes) -> Reply:
+        """Send a call and wait for its one reply; cancelling aborts it in the engine.
+
+        Raises:
+            EngineDiedError: The engine died first.
+        """
+        pending = _SingleReply(asyncio.get_running_loop())
+        call_id = await self._send(kind, body, pending)
+        try:
+            return await pending.future
+        finally:
+            if pending.future.cancelled():
+                self.cancel(call_id)
+            else:
+                self.forget(call_id)
+
+    async def stream(self, kind: CallKind, body: bytes) -> EngineStream:
+        """Send a call whose reply comes in pieces.
+
+        Raises:
+            EngineDiedError: The engine is dead.
+        """
+        call_id = next(self._ids)
+        stream = EngineStream(self, call_id)
+        await self._send(kind, body, stream, call_id)
+        return stream
+
+    async def _send(
+        self,
+        kind: CallKind,
+        body: bytes,
+        pending: _SingleReply | EngineStream,
+        call_id: int | None = None,
+    ) -> int:
+        if self._data is not None and not self._data.is_writable:
+            await self._data.drain()
+        if self._data is None or self._gone.is_set():
+            raise self._died_error()
+        call_id = next(self._ids) if call_id is None else call_id
+        self._pending[call_id] = pending
+        self._data.send(Call(call_id, kind, body))
+        return call_id
+
+    def cancel(self, call_id: int) -> None:
+        """Abort a call in the engine, if it isn't complete."""
+        if self._pending.pop(call_id, None) is not None and self._control is not None:
+            self._control.send(Cancel(call_id))
+
+    def forget(self, call_id: int) -> None:
+        """Take note that a call is complete."""
+        self._pending.pop(call_id, None)
+
+    async def load(self) -> EngineLoad:
+        """Ask the engine how busy it is.
+
+        Raises:
+            EngineBusyError: No answer within `QUERY_S`.
+            EngineDiedError: The engine is dead.
+        """
+        if self._control is None or self._gone.is_set():
+            raise self._died_error()
+        query_id = next(self._ids)
+        self._queries[query_id] = asyncio.get_running_loop().create_future()
+        self._control.send(Query(query_id))
+        try:
+            with anyio.fail_after(QUERY_S):
+                return await self._queries[query_id]
+        except TimeoutError as error:
+            message = f"engine {self.spec.name}: no answer to a query within {QUERY_S} s"
+            raise EngineBusyError(
+                message, backend=self.spec.name, log_tail=self._tail()
+            ) from error
+        finally:
+            del self._queries[query_id]
+
+    async def wait_gone(self) -> None:
+        """Wait until the child is gone, or can't be talked to any more."""
+        await self._gone.wait()
+
+    async def bury(self) -> EngineDiedError:
+        """End what is left of a gone engine, and fail its calls."""
+        await self._end_group()
+        error = self._died_error()
+        self._fail_all(error)
+        return error
+
+    async def aclose(self) -> None:
+        """End the engine: politely, then by force. Calls that run fail; nothing is left."""
+        with anyio.CancelScope(shield=True):
+            if self._control is not None and not self._gone.is_set():
+                self._control.send(Shutdown())
+                with anyio.move_on_after(SHUTDOWN_S):
+                    await self._gone.wait()
+            await self._end_group()
+        self._fail_all(self._died_error())
+
+    async def _launch(self) -> None:
+        data, their_data = socket.socketpair()
+        control, their_control = socket.socketpair()
+        log_reader, their_log = multiprocessing.connection.Pipe(duplex=False)
+        self._data = await Channel.open(data, Reply, self._on_reply, self._on_closed)
+        self._control = await Channel.open(
+            control, ToParentControl, self._on_control, self._on_closed
+        )
+        self._log = LogPump(self.spec.name, log_reader)
+        try:
+            self._process = await anyio.to_thread.run_sync(
+                _spawn, self.spec, their_data, their_control, their_log
+            )
+        finally:
+            for end in (their_data, their_control, their_log):
+                end.close()
+        atexit.register(self._kill)
+
+    def _on_reply(self, reply: Reply) -> None:
+        pending = self._pending.get(reply.id)
+        if pending is not None:
+            pending.put(reply)
+
+    def _on_control(self, message: ToParentControl) -> None:
+        if isinstance(message, EngineLoad):
+            waiting = self._queries.get(message.id)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
+        elif isinstance(message, Progress):
+            self._stage = message.stage
+            self._on_progress(message.stage)
+        elif isinstance(message, Ready):
+            self.info = message.info
+            self._ready_or_gone.set()
+        else:
+            self._cause = message.cause
+
+    def _on_closed(self, error: Exception | None) -> None:
+        if error is not None:
+            self._cause = self._cause or f"its socket broke: {error}"
+        self._gone.set()
+        self._ready_or_gone.set()
+
+    def _fail_all(self, error: EngineDiedError) -> None:
+        pending, self._pending = self._pending, {}
+        for waiting in pending.values():
+            waiting.put(copy.copy(error))  # each caller raises its own
+        for query in self._queries.values():
+            if not query.done():
+                query.set_exception(copy.copy(error))
+
+    def _kill(self) -> None:
+        """Kill the group; also at exit of a program that forgot to close, never of its forks."""
+        if self.pid is not None and os.getpid() == self.spec.parent_pid:
+            kill_group(self.pid)
+
+    async def _end_group(self) -> None:
+        """Kill whatever is left of the engine and remove what it leaves behind."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._end_group_sync)
+            for channel in (self._data, self._control):
+                if channel is not None:
+                    channel.close()
+            self._gone.set()
+            self._ready_or_gone.set()
+
+    def _end_group_sync(self) -> None:
+        if self._process is not None and self.pid is not None:
+            segments = shared_memory_of(group_members(self.pid))
+            self._kill()
+            self._process.join(KILL_S)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join(KILL_S)
+            wait_group_gone(self.pid, KILL_S)
+            for segment in segments:
+                segment.unlink(missing_ok=True)
+            atexit.unregister(self._kill)
+        if self._log is not None:
+            self._log.join(KILL_S)
+        shutil.rmtree(self.spec.work_dir, ignore_errors=True)
+
+    def _tail(self) -> list[str]:
+        return self._log.tail() if self._log is not None else []
+
+    def _exit_code(self) -> int | None:
+        return self._process.exitcode if self._process is not None else None
+
+    async def _start_error(self, timeout_s: float) -> EngineStartError:
+        timed_out = not self._ready_or_gone.is_set()
+        await self._end_group()
+        tail = self._tail()
+        if timed_out:
+            cause = f"not ready within {timeout_s:g} s (start_timeout_s); it was {self._stage}"
+        else:
+            cause = find_cause(tail) or self._cause or f"exit code {self._exit_code()}"
+        return EngineStartError(
+            f"engine {self.spec.name} can't start: {cause}",
+            backend=self.spec.name,
+            cause=cause,
+            log_tail=tail,
+        ).with_log_note()
+
+    def _died_error(self) -> EngineDiedError:
+        code = self._exit_code()
+        cause = self._cause or (f"exit code {code}" if code is not None else "it was closed")
+        return EngineDiedError(
+            f"engine {self.spec.name} died: {cause}",
+            backend=self.spec.name,
+            exit_code=code,
+            log_tail=self._tail(),
+        ).with_log_note()

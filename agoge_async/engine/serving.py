@@ -1,0 +1,393 @@
+"""vLLM in the child: builds the engine and answers calls with vLLM's own serving classes.
+
+The only module that imports vLLM's entry points. `_TappedEngine` stands between the serving classes
+and the engine to note what their responses leave out: which weights sampled which token, and when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import vllm
+from pydantic import ValidationError
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.inputs import tokens_input
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from agoge_async.engine.messages import (
+    Call,
+    CallKind,
+    EngineInfo,
+    EngineSpec,
+    Fault,
+    FaultKind,
+    ReplyKind,
+    encode_json,
+)
+
+WORKER_EXTENSION = "agoge_async.engine.worker.WorkerExtension"
+_CONTEXT_PARAMETERS = ("input_tokens", "input_text")
+"""How vLLM's tokenizer step names a prompt that is too long."""
+
+
+def build_engine(spec: EngineSpec) -> AsyncLLM:
+    """Start vLLM; blocks until the model is loaded.
+
+    Raises:
+        ValueError: An engine argument is unknown; the nearest known one is named.
+    """
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in spec.engine_args:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"engine_args has an unknown key {name!r}{hint}")
+    arguments = {"worker_extension_cls": WORKER_EXTENSION, "disable_log_stats": True}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | spec.engine_args)))
+
+
+@dataclasses.dataclass(slots=True)
+class _Tap:
+    """What the engine said of one request beside its text."""
+
+    policy_versions: dict[int, list[dict[str, int]]] = dataclasses.field(default_factory=dict)
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
+    first_token: float | None = None
+
+    def time_to_first_token_s(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrived
+
+
+class _TappedEngine:
+    """The engine as the serving classes see it; notes what they don't pass on."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._taps: dict[str, _Tap] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def open_tap(self, request_id: str) -> _Tap:
+        tap = self._taps[request_id] = _Tap()
+        return tap
+
+    def close_tap(self, request_id: str) -> None:
+        self._taps.pop(request_id, None)
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        tap = self._taps.get(request_id)
+        generator = self._engine.generate(prompt, sampling_params, request_id, **options)
+        async for output in generator:
+            if tap is not None:
+                if tap.first_token is None:
+                    tap.first_token = time.monotonic()
+                if output.finished or sampling_params.output_kind is RequestOutputKind.DELTA:
+                    for completion in output.outputs:
+                        if completion.weight_versions:
+                            tap.policy_versions[completion.index] = _spans(completion)
+            yield output
+
+
+def _spans(completion: CompletionOutput) -> list[dict[str, int]]:
+    return [
+        {"version": _as_version(span.version), "start": span.start, "end": span.end}
+        for span in completion.weight_versions or ()
+    ]
+
+
+def _as_version(label: str) -> int:
+    """Read vLLM's label of the weights; "default" is what the engine was started with."""
+    return int(label) if label.isdecimal() else 0
+
+
+class Serving:
+    """Answers calls.
+
+    Args:
+        engine: A started engine.
+        spec: What it was started from.
+    """
+
+    death_errors = (EngineDeadError,)
+
+    def __init__(self, engine: AsyncLLM, spec: EngineSpec) -> None:
+        self._engine = engine
+        self._spec = spec
+        self._tapped = _TappedEngine(engine)
+        template = load_chat_template(spec.chat_template)
+        parsing: dict[str, Any] = {
+            "request_logger": None,
+            "chat_template": template,
+            "chat_template_content_format": "auto",
+            "enable_auto_tools": spec.tool_call_parser is not None,
+            "tool_parser": spec.tool_call_parser,
+            "reasoning_parser": spec.reasoning_parser or "",
+        }
+        self._renderer = OnlineRenderer(engine.model_config, engine.renderer, **parsing)
+        models = OpenAIServingModels(
+            self._tapped,  # type: ignore[arg-type]  # serving classes take any engine client
+            [BaseModelPath(name=spec.served_model, model_path=engine.model_config.model)],
+        )
+        self._chat = OpenAIServingChat(
+            self._tapped,  # type: ignore[arg-type]
+            models,
+            "assistant",
+            online_renderer=self._renderer,
+            enable_prompt_tokens_details=True,
+            **parsing,
+        )
+        self._default_sampling = engine.model_config.get_diff_sampling_param()
+
+    def info(self) -> EngineInfo:
+        """Say what this engine is."""
+        config = self._engine.model_config
+        return EngineInfo(
+            max_model_len=config.max_model_len,
+            vllm_version=vllm.__version__,
+            is_multimodal=config.is_multimodal_model,
+            has_tool_parser=self._spec.tool_call_parser is not None,
+        )
+
+    async def warm_up(self) -> None:
+        """Generate one token, so that the first caller doesn't pay for what vLLM does lazily."""
+        parameters = SamplingParams(max_tokens=1, detokenize=False, logprobs=0)
+        async for _ in self._engine.generate(tokens_input([0]), parameters, "warm-up"):
+            pass
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether EngineCore or a worker is gone."""
+        return self._engine.errored
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that vLLM has not finished."""
+        return self._engine.get_num_unfinished_requests()
+
+    def death_cause(self) -> str:
+        """Say in one line why the engine is dead."""
+        return "vLLM's EngineCore or one of its workers ended"
+
+    def shutdown(self) -> None:
+        """End EngineCore and the workers."""
+        self._engine.shutdown()
+
+    def answer(self, call: Call) -> AsyncIterator[tuple[ReplyKind, bytes]]:
+        """Answer a call with pieces, the last of which is a RESULT; faults are raised."""
+        if call.kind is CallKind.GENERATE:
+            return self._generate(call)
+        return self._complete_chat(call)
+
+    async def _complete_chat(self, call: Call) -> AsyncIterator[tuple[ReplyKind, bytes]]:
+        streams = call.kind is CallKind.CHAT_STREAM
+        fields = json.loads(call.body)
+        fields |= {
+            "model": self._spec.served_model,
+            "request_id": str(call.id),
+            "return_token_ids": True,
+            "stream": streams,
+        }
+        if streams:
+            fields["stream_options"] = {"include_usage": True}
+        request = ChatCompletionRequest.model_validate(fields)
+        engine_request_id = f"chatcmpl-{call.id}"
+        tap = self._tapped.open_tap(engine_request_id)
+        try:
+            answer = await self._chat.create_chat_completion(request)
+            if isinstance(answer, ErrorResponse):
+                raise _ReturnedError(answer)
+            if isinstance(answer, ChatCompletionResponse):
+                yield ReplyKind.RESULT, _chat_body(answer, tap)
+                return
+            async for event in answer:
+                body = event[len("data: ") :].rstrip().encode()
+                if body.startswith(b'{"error"'):
+                    raise _ReturnedError(ErrorResponse.model_validate_json(body))
+                if body != b"[DONE]":
+                    yield ReplyKind.CHUNK, body
+            yield ReplyKind.RESULT, encode_json(_tap_fields(tap))
+        except VLLMValidationError as error:
+            if error.parameter in _CONTEXT_PARAMETERS:
+                raise _PromptTooLongError(await self._prompt_length(request)) from error
+            raise
+        finally:
+            self._tapped.close_tap(engine_request_id)
+
+    async def _prompt_length(self, request: ChatCompletionRequest) -> int:
+        """Count a prompt that doesn't fit: vLLM stops tokenizing one token past the limit."""
+        parameters = request.build_tok_params(self._engine.model_config)
+        unlimited = dataclasses.replace(parameters, max_total_tokens=None)
+        chat_parameters = request.build_chat_params(self._chat.chat_template, "auto")
+        _, inputs = await self._engine.renderer.render_chat_async(
+            [request.messages], chat_parameters, unlimited
+        )
+        return len(inputs[0]["prompt_token_ids"])
+
+    async def _generate(self, call: Call) -> AsyncIterator[tuple[ReplyKind, bytes]]:
+        fields = json.loads(call.body)
+        prompt_token_ids: list[int] = fields.pop("prompt_token_ids")
+        limit = self._engine.model_config.max_model_len
+        if len(prompt_token_ids) >= limit:
+            raise _PromptTooLongError(len(prompt_token_ids))
+        vocabulary = self._engine.model_config.get_vocab_size()
+        if max(prompt_token_ids) >= vocabulary:
+            raise VLLMValidationError(
+                f"prompt_token_ids holds {max(prompt_token_ids)}; the vocabulary has "
+                f"{vocabulary} tokens",
+                parameter="prompt_token_ids",
+            )
+        priority = fields.pop("priority", 0)
+        parameters = self._sampling_params(fields, limit - len(prompt_token_ids))
+        request_id = f"tokens-{call.id}"
+        tap = self._tapped.open_tap(request_id)
+        try:
+            final: RequestOutput | None = None
+            async for final in self._tapped.generate(
+                tokens_input(prompt_token_ids), parameters, request_id, priority=priority
+            ):
+                pass
+        finally:
+            self._tapped.close_tap(request_id)
+        if final is None or any(output.finish_reason == "error" for output in final.outputs):
+            raise EngineGenerateError
+        yield ReplyKind.RESULT, self._token_body(final, tap, parameters)
+
+    def _sampling_params(self, fields: dict[str, Any], room: int) -> SamplingParams:
+        structured = fields.pop("structured_outputs", None)
+        if structured is not None:
+            fields["structured_outputs"] = StructuredOutputsParams(**structured)
+        fields["max_tokens"] = min(fields.get("max_tokens", room), room)
+        fields.setdefault("detokenize", "stop" in fields)
+        known = {k: v for k, v in self._default_sampling.items() if k != "max_tokens"}
+        return SamplingParams(
+            **(known | fields), output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True
+        )
+
+    def _token_body(self, final: RequestOutput, tap: _Tap, parameters: SamplingParams) -> bytes:
+        choices = []
+        for output in sorted(final.outputs, key=lambda output: output.index):
+            choices.append(_token_choice(output, parameters))
+            choices[-1]["policy_versions"] = tap.policy_versions.get(output.index)
+        prompt_tokens = len(final.prompt_token_ids or ())
+        completion_tokens = sum(len(choice["token_ids"]) for choice in choices)
+        body = {
+            "id": final.request_id,
+            "model": self._spec.served_model,
+            "prompt_token_ids": final.prompt_token_ids,
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
+                "total_tokens": prompt_tokens + completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": final.num_cached_tokens},
+            },
+        }
+        if final.prompt_logprobs is not None:
+            body["prompt_logprobs"] = [
+                position and {token: entry.logprob for token, entry in position.items()}
+                for position in final.prompt_logprobs
+            ]
+        return encode_json(body | {"time_to_first_token_s": tap.time_to_first_token_s()})
+
+    def describe_fault(self, error: Exception) -> Fault:
+        """Say whose fault an exception of `answer` is."""
+        if isinstance(error, _PromptTooLongError):
+            limit = self._engine.model_config.max_model_len
+            return Fault(
+                FaultKind.CONTEXT,
+                f"the prompt has {error.prompt_tokens} tokens; with at least one token of answer "
+                f"that exceeds the model's context of {limit} (max_model_len)",
+                prompt_tokens=error.prompt_tokens,
+                max_model_len=limit,
+            )
+        if isinstance(error, _ReturnedError):
+            info = error.response.error
+            kind = FaultKind.INVALID if info.code < 500 else FaultKind.INTERNAL
+            return Fault(kind, info.message, parameter=info.param)
+        if isinstance(error, VLLMValidationError):
+            return Fault(FaultKind.INVALID, str(error.args[0]), parameter=error.parameter)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            return Fault(FaultKind.INVALID, f"{where}: {first['msg']}", parameter=where or None)
+        # vLLM reports bad requests with these too (0.32, error_response.py).
+        if isinstance(error, VLLMClientError | ValueError | TypeError | OverflowError):
+            return Fault(FaultKind.INVALID, str(error))
+        if type(error).__module__.startswith("jinja2"):
+            return Fault(FaultKind.INVALID, f"the chat template refuses: {error}", "messages")
+        cause = error.__cause__ or error
+        if isinstance(cause, VLLMClientError | ValueError):
+            return Fault(FaultKind.INVALID, str(cause))
+        return Fault(FaultKind.INTERNAL, f"{type(cause).__name__}: {cause}")
+
+
+class _PromptTooLongError(Exception):
+    def __init__(self, prompt_tokens: int) -> None:
+        super().__init__(prompt_tokens)
+        self.prompt_tokens = prompt_tokens
+
+
+class _ReturnedError(Exception):
+    """vLLM's serving classes return some errors instead of raising them."""
+
+    def __init__(self, response: ErrorResponse) -> None:
+        super().__init__(response.error.message)
+        self.response = response
+
+
+def _tap_fields(tap: _Tap) -> dict[str, Any]:
+    return {
+        "policy_versions": tap.policy_versions,
+        "time_to_first_token_s": tap.time_to_first_token_s(),
+    }
+
+
+def _chat_body(answer: ChatCompletionResponse, tap: _Tap) -> bytes:
+    for choice in answer.choices:
+        # vLLM's response models keep extra fields.
+        choice.policy_versions = tap.policy_versions.get(choice.index)  # type: ignore[attr-defined]
+    answer.time_to_first_token_s = tap.time_to_first_token_s()  # type: ignore[attr-defined]
+    return answer.model_dump_json(exclude_none=True).encode()
+
+
+def _token_choice(output: CompletionOutput, parameters: SamplingParams) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": output.index,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+    if parameters.detokenize:
+        choice["text"] = output.text
+    if output.logprobs is not None:
+        positions = list(zip(output.token_ids, output.logprobs, strict=True))
+        choice["logprobs"] = [position[token].logprob for token, position in positions]
+        if parameters.logprobs:
+            choice["top_logprobs"] = [
+                {token: entry.logprob for token, entry in position.items()}
+                for _, position in positions
+            ]
+    return choice

@@ -1,0 +1,238 @@
+"""Chat messages and tools, in OpenAI's shape.
+
+Used by requests (what the caller says) and responses (what the model says): an answer's message is
+an `AssistantMessage`, so it can be appended to the history as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+
+def _check_text(text: str) -> str:
+    position = text.find("\0")
+    if position >= 0:
+        raise ValueError(f"holds a NUL character at position {position}; remove it")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"holds a lone surrogate at position {error.start}, which has no UTF-8 form; "
+                "remove it"
+            ) from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+"""Text that can be tokenized: no lone surrogate, no NUL."""
+
+
+def _tag_one_or_many(value: Any) -> str:
+    return "[one]" if isinstance(value, str) else "[many]"
+
+
+OneOrMany = Discriminator(_tag_one_or_many)
+"""Tells a string from a list, so that a fault in one isn't reported as a fault in both."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _schema_fault(schema_json: str) -> str | None:
+    from jsonschema import Draft202012Validator, SchemaError
+
+    try:
+        Draft202012Validator.check_schema(json.loads(schema_json))
+    except SchemaError as error:
+        where = "/".join(str(step) for step in error.absolute_path) or "its top level"
+        return f"is not a valid JSON schema: at {where}: {error.message}"
+    return None
+
+
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    try:
+        fault = _schema_fault(json.dumps(schema, sort_keys=True))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if fault is not None:
+        raise ValueError(fault)
+    return schema
+
+
+JSONSchema = Annotated[dict[str, Any], AfterValidator(_check_schema)]
+"""A mapping that is a valid JSON schema, draft 2020-12."""
+
+
+class StrictModel(BaseModel):
+    """Base of what callers write: unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", defer_build=True)
+
+
+class TextPart(StrictModel):
+    """Text, as one part of a message's content."""
+
+    type: Literal["text"] = "text"
+    text: Text
+
+
+class ImageURL(StrictModel):
+    """Where an image is: an `https:` or `data:` URL."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(StrictModel):
+    """An image, as one part of a message's content; needs a model that sees."""
+
+    type: Literal["image_url"] = "image_url"
+    image_url: ImageURL
+
+
+ContentPart = Annotated[TextPart | ImagePart, Discriminator("type")]
+Content = Annotated[
+    Annotated[Text, Tag("[one]")] | Annotated[list[ContentPart], Tag("[many]")], OneOrMany
+]
+"""Text, or a list of parts."""
+
+
+class FunctionCall(StrictModel):
+    """Which function the model calls, and with what."""
+
+    name: str
+    arguments: str
+    """JSON text as the model wrote it; not necessarily valid."""
+
+
+class ToolCall(StrictModel):
+    """One call of a tool by the model."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class SystemMessage(StrictModel):
+    """Instructions to the model."""
+
+    role: Literal["system", "developer"] = "system"
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(StrictModel):
+    """What the user says."""
+
+    role: Literal["user"] = "user"
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(StrictModel):
+    """What the model said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: Content | None = None
+    reasoning: str | None = None
+    """The model's thinking, where a reasoning parser set it apart."""
+    tool_calls: list[ToolCall] | None = None
+    refusal: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_sdk_dump(cls, data: Any) -> Any:
+        """Drop the empty fields that an SDK's dump carries; read `reasoning_content`."""
+        if not isinstance(data, dict):
+            return data
+        data = {key: value for key, value in data.items() if value not in (None, [])}
+        if "reasoning_content" in data:
+            data.setdefault("reasoning", data.pop("reasoning_content"))
+        return data
+
+
+class ToolMessage(StrictModel):
+    """What a tool answered."""
+
+    role: Literal["tool"] = "tool"
+    content: Content
+    tool_call_id: str
+    """`ToolCall.id` of the call that this answers."""
+    name: str | None = None
+
+
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Discriminator("role")
+]
+
+
+def _as_messages(value: Any) -> Any:
+    """Read a `Chat`, a string, or a list of messages, mappings and SDK objects as messages."""
+    if isinstance(value, Chat):
+        return value.messages
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, list | tuple):
+        return [_as_message(item) for item in value]
+    return value
+
+
+def _as_message(value: Any) -> Any:
+    is_foreign = isinstance(value, BaseModel) and not isinstance(value, StrictModel)
+    return value.model_dump(exclude_none=True) if is_foreign else value
+
+
+Messages = Annotated[list[Message], BeforeValidator(_as_messages), Field(min_length=1)]
+"""At least one message: a `Chat`, a list of messages or mappings, or a string (a user's turn)."""
+
+
+class Chat(StrictModel):
+    """A conversation."""
+
+    messages: Messages
+
+
+class FunctionDefinition(StrictModel):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: JSONSchema | None = None
+    """JSON schema of its arguments; left out: it takes none."""
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class NamedFunction(StrictModel):
+    """The name in a `NamedToolChoice`."""
+
+    name: str
+
+
+class NamedToolChoice(StrictModel):
+    """Makes the model call this function."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice

@@ -1,0 +1,76 @@
+"""What is counted: one record a request, and the totals of a router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """How a request ended; each ends in exactly one of these."""
+
+    OK = "ok"
+    INVALID = "invalid"
+    """Refused: it would fail anywhere."""
+    FAILED = "failed"
+    """The backends failed it."""
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+    """The caller stopped waiting, or left a stream before its end."""
+    CLOSED = "closed"
+    """The router was closed while it ran."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestRecord:
+    """One request, when it has ended; given to `on_record`."""
+
+    model: str
+    backend: str | None
+    """Which backend tried last; None: none did."""
+    outcome: Outcome
+    attempts: int
+    waiting_s: float
+    total_s: float
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    error: BaseException | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendStatistics:
+    """One backend in a `RouterStatistics`."""
+
+    state: str
+    in_flight: int
+    attempts: int
+    """Requests sent to it since the start."""
+    restarts: int
+    error: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelStatistics:
+    """One model in a `RouterStatistics`."""
+
+    in_flight: int
+    """Requests that hold a slot."""
+    queued: int
+    """Requests that wait for one."""
+    backends: dict[str, BackendStatistics]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterStatistics:
+    """A snapshot of a router."""
+
+    open_requests: int
+    """Calls of the router that haven't ended."""
+    outcomes: dict[Outcome, int]
+    """Ended requests since the start."""
+    models: dict[str, ModelStatistics]
+
+    @property
+    def ended_requests(self) -> int:
+        """Requests that have ended since the start, however they did."""
+        return sum(self.outcomes.values())
