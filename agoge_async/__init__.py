@@ -1,14 +1,34 @@
 """agoge_async: one async call for every model request of a program.
 
-    async with Router.from_config("tiny") as router:
-        response = await router.chat(InferenceRequest(model="tiny", messages="What is 3 + 4?"))
-        print(response.text)
+async with Router.from_config("tiny") as router:
+    response = await router.chat(InferenceRequest(model="tiny", messages="What is 3 + 4?"))
+    print(response.text)
 """
 
 from agoge_async.backends.base import Backend, BackendStatus, Capabilities
 from agoge_async.backends.fake import FakeBackend
-from agoge_async.config import RouterConfig, load_config
-from agoge_async.errors import *  # noqa: F403
+from agoge_async.errors import (
+    AgogeError,
+    BackendError,
+    ConfigError,
+    ContextLengthError,
+    EngineBusyError,
+    EngineDiedError,
+    EngineError,
+    EngineStartError,
+    ForkedProcessError,
+    GenerationError,
+    InvalidRequestError,
+    NoReplicaError,
+    QueueFullError,
+    RequestError,
+    RequestTimeoutError,
+    RouterClosedError,
+    RouterStateError,
+    UnknownModelError,
+    UnsupportedError,
+    WrongLoopError,
+)
 from agoge_async.messages import (
     AssistantMessage,
     Chat,
@@ -23,6 +43,61 @@ from agoge_async.messages import (
     ToolMessage,
     UserMessage,
 )
+from agoge_async.metrics import Outcome, RequestRecord, RouterStatistics
+from agoge_async.pool import Pool
 from agoge_async.requests import InferenceRequest, ResponseFormat, StructuredOutputs, TokenRequest
 from agoge_async.responses import ChatChunk, InferenceResponse, TokenResponse, VersionSpan
 from agoge_async.router import ChatStream, Router
+
+__all__ = [
+    "AgogeError",
+    "AssistantMessage",
+    "Backend",
+    "BackendError",
+    "BackendStatus",
+    "Capabilities",
+    "Chat",
+    "ChatChunk",
+    "ChatStream",
+    "ConfigError",
+    "ContextLengthError",
+    "EngineBusyError",
+    "EngineDiedError",
+    "EngineError",
+    "EngineStartError",
+    "FakeBackend",
+    "ForkedProcessError",
+    "FunctionCall",
+    "FunctionDefinition",
+    "GenerationError",
+    "ImagePart",
+    "ImageURL",
+    "InferenceRequest",
+    "InferenceResponse",
+    "InvalidRequestError",
+    "NoReplicaError",
+    "Outcome",
+    "Pool",
+    "QueueFullError",
+    "RequestError",
+    "RequestRecord",
+    "RequestTimeoutError",
+    "ResponseFormat",
+    "Router",
+    "RouterClosedError",
+    "RouterStateError",
+    "RouterStatistics",
+    "StructuredOutputs",
+    "SystemMessage",
+    "TextPart",
+    "TokenRequest",
+    "TokenResponse",
+    "Tool",
+    "ToolCall",
+    "ToolMessage",
+    "UnknownModelError",
+    "UnsupportedError",
+    "UserMessage",
+    "VersionSpan",
+    "WrongLoopError",
+]

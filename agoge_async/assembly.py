@@ -35,7 +35,9 @@ def join_chunks(chunks: Sequence[ChatChunk], summary: StreamSummary) -> Inferenc
         model=first.model,
         choices=[_join_choice(index, by_choice[index]) for index in sorted(by_choice)],
         usage=summary.usage or next((c.usage for c in reversed(chunks) if c.usage), None),
-        system_fingerprint=next((c.system_fingerprint for c in chunks if c.system_fingerprint), None),
+        system_fingerprint=next(
+            (c.system_fingerprint for c in chunks if c.system_fingerprint), None
+        ),
         prompt_token_ids=next((c.prompt_token_ids for c in chunks if c.prompt_token_ids), None),
         time_to_first_token_s=summary.time_to_first_token_s,
     )

@@ -175,9 +175,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"{path} must hold a mapping with the key models, not {type(document).__name__}",
             source=str(path),
         )
-    mapping: dict[str, Any] = _interpolate(
-        document, here=path.resolve().parent, source=str(path)
-    )
+    mapping: dict[str, Any] = _interpolate(document, here=path.resolve().parent, source=str(path))
     return mapping
 
 

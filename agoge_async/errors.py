@@ -5,7 +5,7 @@ AgogeError
  +-- RequestError                the request is at fault; never retried       .parameter
  |    +-- InvalidRequestError    a field holds a value that can't be sent
  |    +-- UnknownModelError      no model of that name is configured          .model .known
- |    +-- ContextLengthError     the prompt doesn't fit the model             .prompt_tokens .max_model_len
+ |    +-- ContextLengthError     the prompt doesn't fit the model             .prompt_tokens
  |    +-- UnsupportedError       the backend can't do what is asked           .capability
  +-- RouterStateError            the router can't be used here or now
  |    +-- RouterClosedError      not started yet, closing or closed

@@ -119,8 +119,7 @@ class Pool:
         if len(serving) == 1:
             return serving[0]
         candidates = [
-            Candidate(name=replica.backend.name, in_flight=replica.in_flight)
-            for replica in serving
+            Candidate(name=replica.backend.name, in_flight=replica.in_flight) for replica in serving
         ]
         return self._replicas[self._policy.choose(context, candidates).name]
 

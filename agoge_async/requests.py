@@ -117,9 +117,7 @@ class BaseRequest(StrictModel):
     """Longest answer; None: up to the end of the context. [tokens]"""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: (
-        Annotated[
-            Annotated[Text, Tag("[one]")] | Annotated[list[Text], Tag("[many]")], OneOrMany
-        ]
+        Annotated[Annotated[Text, Tag("[one]")] | Annotated[list[Text], Tag("[many]")], OneOrMany]
         | None
     ) = None
     """The answer ends before the first of these."""

@@ -30,7 +30,7 @@ class VersionSpan(ResponseModel):
 
 
 class Timings(ResponseModel):
-    """Where the time of a request went. [seconds]"""
+    """Where the time of a request went, in seconds."""
 
     total_s: float
     """From the call of the router to its answer, all attempts included."""
@@ -75,7 +75,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChoiceLogprobs(ResponseModel):
-    """Log probabilities of an answer's tokens, one item a token. [nats]"""
+    """Log probabilities of an answer's tokens, one item a token, in nats."""
 
     content: list[TokenLogprob] | None = None
     refusal: list[TokenLogprob] | None = None

@@ -16,14 +16,21 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import anyio
 
 from agoge_async.assembly import join_chunks
 from agoge_async.backends.base import Backend, ChunkStream
-from agoge_async.config import ConfigSource, as_sources, load_config
 from agoge_async.errors import (
     AgogeError,
     BackendError,
@@ -34,7 +41,6 @@ from agoge_async.errors import (
     UnknownModelError,
     WrongLoopError,
 )
-from agoge_async.launch import make_pools
 from agoge_async.metrics import Outcome, RequestRecord, RouterStatistics
 from agoge_async.pool import Pool, Replica
 from agoge_async.progress import StartDisplay, batch_progress
@@ -48,6 +54,9 @@ from agoge_async.responses import (
     Usage,
 )
 from agoge_async.routing import RoutingContext
+
+if TYPE_CHECKING:
+    from agoge_async.config import ConfigSource
 
 CLOSE_S = 60.0
 """How long closing waits for backends to end; each bounds its own steps below this."""
@@ -155,6 +164,10 @@ class Router:
         Raises:
             ConfigError: The configuration can't be used.
         """
+        # Loaded when it is needed: `import agoge_async` stays light.
+        from agoge_async.config import as_sources, load_config
+        from agoge_async.launch import make_pools
+
         sources = [] if config is None else as_sources(config)
         parsed = load_config([*sources, sections])
         display = StartDisplay(progress)
@@ -190,15 +203,16 @@ class Router:
         settled = asyncio.Event()
         # A task of the router's own, awaited by `aclose`: scopes of a task group can't be entered
         # by one task and left by another, as test fixtures and frameworks do.
-        self._owner = self._loop.create_task(self._own_backends(settled))  # noqa: TID251
+        self._owner = self._loop.create_task(self._own_backends(settled))
         try:
             with self._display:
                 await settled.wait()
-            if self._start_error is not None:
-                raise self._start_error
         except BaseException:
             await self.aclose()
             raise
+        if self._start_error is not None:
+            await self.aclose()
+            raise self._start_error
         self._state = _State.OPEN
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
@@ -261,6 +275,22 @@ class Router:
     def models(self) -> list[str]:
         """Names that requests may use."""
         return list(self._pools)
+
+    def pool(self, model: str) -> Pool:
+        """Give the replicas of a model.
+
+        Raises:
+            UnknownModelError: There is no such model.
+        """
+        pool = self._pools.get(model)
+        if pool is not None:
+            return pool
+        near = difflib.get_close_matches(model, self._pools, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "there are"
+        known = "" if near else f" {', '.join(map(repr, self._pools))}"
+        raise UnknownModelError(
+            f"no model {model!r}; {hint}{known}", model=model, known=list(self._pools)
+        )
 
     def statistics(self) -> RouterStatistics:
         """Count what goes on now, and what has ended since the start."""
@@ -356,7 +386,7 @@ class Router:
         # the `finally` below is what a task group would do.
         loop = asyncio.get_running_loop()
         count = min(max_concurrency, len(listed))
-        workers = {loop.create_task(work()) for _ in range(count)}  # noqa: TID251
+        workers = {loop.create_task(work()) for _ in range(count)}
         try:
             for _ in listed:
                 yield await done.get()
@@ -383,19 +413,6 @@ class Router:
         if self._state is not _State.OPEN:
             raise RouterClosedError(f"{self!r} is {self._state.value}")
 
-    def _pool_of(self, request: BaseRequest) -> Pool:
-        pool = self._pools.get(request.model)
-        if pool is None:
-            near = difflib.get_close_matches(request.model, self._pools, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "there are"
-            known = "" if near else f" {', '.join(map(repr, self._pools))}"
-            raise UnknownModelError(
-                f"no model {request.model!r}; {hint}{known}",
-                model=request.model,
-                known=list(self._pools),
-            )
-        return pool
-
     async def _submit(
         self,
         request: BaseRequest,
@@ -414,7 +431,7 @@ class Router:
         """Account for a request from its call to its one outcome."""
         self._check_usable()
         timeout_s = request.timeout_s or self._request_timeout_s
-        trip = _Trip(request, self._pool_of(request), timeout_s)
+        trip = _Trip(request, self.pool(request.model), timeout_s)
         self._trips.add(trip)
         error: BaseException | None = None
         try:

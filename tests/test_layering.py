@@ -30,7 +30,7 @@ LAYERS = [
 
 HEAVY = {"torch", "vllm"}
 # They run in the engine's child process, which is what loads vLLM.
-CHILD_SIDE = {"engine.host", "engine.worker"}
+CHILD_SIDE = {"engine.host", "engine.serving", "engine.worker"}
 
 Modules = dict[str, ast.Module]
 

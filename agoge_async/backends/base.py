@@ -63,9 +63,7 @@ class Capabilities:
 
 
 def _unsupported(backend: str, capability: str, parameter: str, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"backend {backend} {why}", capability=capability, parameter=parameter
-    )
+    return UnsupportedError(f"backend {backend} {why}", capability=capability, parameter=parameter)
 
 
 class ChunkStream(Protocol):

@@ -1,9 +1,9 @@
 """A backend without a model: a public test double for code that uses a router.
 
-    def answer(request):
-        return "4" if "2 + 2" in request.messages[-1].content else BackendError(...)
+def answer(request):
+    return "4" if "2 + 2" in request.messages[-1].content else BackendError(...)
 
-    async with Router({"judge": FakeBackend(answer)}) as router: ...
+async with Router({"judge": FakeBackend(answer)}) as router: ...
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from agoge_async.responses import (
 )
 
 FakeAnswer = str | list[ToolCall] | list[int] | AssistantMessage | InferenceResponse | Exception
-"""Text, tool calls, token ids (for `generate`), a message, a whole response, or an error to raise."""
+"""Text, tool calls, token ids (for `generate`), a message, a response, or an error to raise."""
 
 Handler = Callable[[Any], FakeAnswer | Awaitable[FakeAnswer]]
 
@@ -165,7 +165,9 @@ class FakeBackend(Backend):
         """Answer token ids with token ids."""
         answer = await self._answer(request)
         if not isinstance(answer, list) or not all(isinstance(item, int) for item in answer):
-            raise TypeError(f"the handler must answer a TokenRequest with token ids, got {answer!r}")
+            raise TypeError(
+                f"the handler must answer a TokenRequest with token ids, got {answer!r}"
+            )
         ids = [item for item in answer if isinstance(item, int)]
         span = VersionSpan(version=0, start=0, end=len(ids))
         return TokenResponse(
@@ -223,7 +225,9 @@ def _as_message(answer: FakeAnswer) -> AssistantMessage:
         return AssistantMessage(content=answer)
     if isinstance(answer, list) and answer and isinstance(answer[0], ToolCall):
         return AssistantMessage.model_validate({"role": "assistant", "tool_calls": answer})
-    raise TypeError(f"the handler must answer a chat with text, tool calls or a message: {answer!r}")
+    raise TypeError(
+        f"the handler must answer a chat with text, tool calls or a message: {answer!r}"
+    )
 
 
 def _word_usage(prompt: str, answer: str) -> Usage:

@@ -169,7 +169,9 @@ class LocalBackend(Backend):
                     raise
                 return error
             self._engine = engine
-            logger.info("%s: serving with vLLM %s, pid %s", self.name, info.vllm_version, engine.pid)
+            logger.info(
+                "%s: serving with vLLM %s, pid %s", self.name, info.vllm_version, engine.pid
+            )
             self._set_status("serving", total_restarts, None)
             started()
             await engine.wait_gone()

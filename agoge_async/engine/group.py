@@ -1,7 +1,7 @@
 """Process groups: an engine is one group, led by the child, and ends as a whole.
 
-Linux keeps the number of a group taken until its last process is gone, so a group that we made can't
-be mistaken for a stranger's.
+Linux keeps the number of a group taken until its last process is gone, so a group that we made
+can't be mistaken for a stranger's.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def shared_memory_of(pids: list[int]) -> set[Path]:
         except OSError:
             continue
         for line in lines:
-            path = line.partition("/dev/shm/psm_")  # noqa: S108  # where Linux keeps them
+            path = line.partition("/dev/shm/psm_")
             if path[1] and not line.endswith("(deleted)"):
                 segments.add(Path(path[1] + path[2]))
     return segments

@@ -16,7 +16,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -48,9 +48,7 @@ DIED_EXIT_CODE = 70
 START_FAILED_EXIT_CODE = 71
 
 
-def main(
-    spec: EngineSpec, data: socket.socket, control: socket.socket, log: Connection
-) -> None:
+def main(spec: EngineSpec, data: socket.socket, control: socket.socket, log: Connection) -> None:
     """Become the engine of `spec`; the target of the child process."""
     os.setsid()
     os.dup2(log.fileno(), 1)
@@ -195,7 +193,7 @@ class Host:
             fault = self._serving.describe_fault(error)
             self._data.send(Reply(call.id, ReplyKind.ERROR, encode_fault(fault)))
 
-    def _pieces(self, call: Call) -> AsyncIterator[tuple[ReplyKind, bytes]]:
+    def _pieces(self, call: Call) -> AsyncGenerator[tuple[ReplyKind, bytes], None]:
         return self._serving.answer(call)
 
     def _die(self, cause: str) -> None:

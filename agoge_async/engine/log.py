@@ -24,8 +24,9 @@ _LOG_PREFIX = re.compile(r"^(\(\w+[^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\] )?"
 
 
 def find_cause(lines: list[str]) -> str | None:
-    """Find the line of a log that tells best why an engine failed: the first error that isn't
-    another process's word for it.
+    """Find the error in a log that tells best why an engine failed, as one line.
+
+    That is the first which isn't one process's report of another's failure.
     """
     found = None
     for line in lines:
@@ -50,9 +51,10 @@ class LogPump:
         self._thread.start()
 
     def _pump(self, pipe: Connection) -> None:
-        with pipe, open(  # noqa: PTH123  # a descriptor, not a path
-            pipe.fileno(), encoding="utf-8", errors="replace", closefd=False
-        ) as lines:
+        with (
+            pipe,
+            open(pipe.fileno(), encoding="utf-8", errors="replace", closefd=False) as lines,
+        ):
             for line in lines:
                 text = _LOG_PREFIX.sub("", line.rstrip())
                 if text:

@@ -130,7 +130,7 @@ ToParentControl = Progress | Ready | Failed | EngineLoad
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a child needs to know to become an engine; plain data, so that spawn can pickle it."""
+    """All that a child needs to know to become an engine: plain data, which spawn pickles."""
 
     name: str
     served_model: str

@@ -40,7 +40,6 @@ from agoge_async.engine.messages import (
     EngineInfo,
     EngineLoad,
     EngineSpec,
-    Failed,
     Progress,
     Query,
     Ready,
@@ -181,11 +180,11 @@ class EngineProcess:
             with anyio.move_on_after(timeout_s):
                 await self._launch()
                 await self._ready_or_gone.wait()
-            if self.info is None:
-                raise await self._start_error(timeout_s)
         except BaseException:
             await self._end_group()
             raise
+        if self.info is None:
+            raise await self._start_error(timeout_s)
         return self.info
 
     async def call(self, kind: CallKind, body: bytes) -> Reply:
@@ -257,9 +256,7 @@ class EngineProcess:
                 return await self._queries[query_id]
         except TimeoutError as error:
             message = f"engine {self.spec.name}: no answer to a query within {QUERY_S} s"
-            raise EngineBusyError(
-                message, backend=self.spec.name, log_tail=self._tail()
-            ) from error
+            raise EngineBusyError(message, backend=self.spec.name, log_tail=self._tail()) from error
         finally:
             del self._queries[query_id]
 

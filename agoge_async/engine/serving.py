@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import vllm
@@ -27,8 +27,8 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import tokens_input
-from vllm.renderers.chat_utils import load_chat_template
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -148,11 +148,11 @@ class Serving:
         }
         self._renderer = OnlineRenderer(engine.model_config, engine.renderer, **parsing)
         models = OpenAIServingModels(
-            self._tapped,  # type: ignore[arg-type]  # serving classes take any engine client
+            self._tapped,
             [BaseModelPath(name=spec.served_model, model_path=engine.model_config.model)],
         )
         self._chat = OpenAIServingChat(
-            self._tapped,  # type: ignore[arg-type]
+            self._tapped,
             models,
             "assistant",
             online_renderer=self._renderer,
@@ -180,12 +180,12 @@ class Serving:
     @property
     def is_dead(self) -> bool:
         """Whether EngineCore or a worker is gone."""
-        return self._engine.errored
+        return bool(self._engine.errored)
 
     @property
     def num_unfinished(self) -> int:
         """Requests that vLLM has not finished."""
-        return self._engine.get_num_unfinished_requests()
+        return int(self._engine.get_num_unfinished_requests())
 
     def death_cause(self) -> str:
         """Say in one line why the engine is dead."""
@@ -195,13 +195,13 @@ class Serving:
         """End EngineCore and the workers."""
         self._engine.shutdown()
 
-    def answer(self, call: Call) -> AsyncIterator[tuple[ReplyKind, bytes]]:
+    def answer(self, call: Call) -> AsyncGenerator[tuple[ReplyKind, bytes], None]:
         """Answer a call with pieces, the last of which is a RESULT; faults are raised."""
         if call.kind is CallKind.GENERATE:
             return self._generate(call)
         return self._complete_chat(call)
 
-    async def _complete_chat(self, call: Call) -> AsyncIterator[tuple[ReplyKind, bytes]]:
+    async def _complete_chat(self, call: Call) -> AsyncGenerator[tuple[ReplyKind, bytes], None]:
         streams = call.kind is CallKind.CHAT_STREAM
         fields = json.loads(call.body)
         fields |= {
@@ -246,7 +246,7 @@ class Serving:
         )
         return len(inputs[0]["prompt_token_ids"])
 
-    async def _generate(self, call: Call) -> AsyncIterator[tuple[ReplyKind, bytes]]:
+    async def _generate(self, call: Call) -> AsyncGenerator[tuple[ReplyKind, bytes], None]:
         fields = json.loads(call.body)
         prompt_token_ids: list[int] = fields.pop("prompt_token_ids")
         limit = self._engine.model_config.max_model_len
@@ -265,10 +265,10 @@ class Serving:
         tap = self._tapped.open_tap(request_id)
         try:
             final: RequestOutput | None = None
-            async for final in self._tapped.generate(
+            async for output in self._tapped.generate(
                 tokens_input(prompt_token_ids), parameters, request_id, priority=priority
             ):
-                pass
+                final = output
         finally:
             self._tapped.close_tap(request_id)
         if final is None or any(output.finish_reason == "error" for output in final.outputs):
@@ -368,9 +368,10 @@ def _tap_fields(tap: _Tap) -> dict[str, Any]:
 def _chat_body(answer: ChatCompletionResponse, tap: _Tap) -> bytes:
     for choice in answer.choices:
         # vLLM's response models keep extra fields.
-        choice.policy_versions = tap.policy_versions.get(choice.index)  # type: ignore[attr-defined]
-    answer.time_to_first_token_s = tap.time_to_first_token_s()  # type: ignore[attr-defined]
-    return answer.model_dump_json(exclude_none=True).encode()
+        choice.policy_versions = tap.policy_versions.get(choice.index)
+    answer.time_to_first_token_s = tap.time_to_first_token_s()
+    body: str = answer.model_dump_json(exclude_none=True)
+    return body.encode()
 
 
 def _token_choice(output: CompletionOutput, parameters: SamplingParams) -> dict[str, Any]:
