@@ -35,6 +35,8 @@ def _restore(cls: type[AgogeError], args: tuple[Any, ...], state: dict[str, Any]
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
+    if notes := state.get("__notes__"):
+        error.__notes__ = list(notes)  # a copy's notes are its own
     return error
 
 

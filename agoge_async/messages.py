@@ -22,10 +22,7 @@ from pydantic import (
 )
 
 
-def _check_text(text: str) -> str:
-    position = text.find("\0")
-    if position >= 0:
-        raise ValueError(f"holds a NUL character at position {position}; remove it")
+def _check_unicode(text: str) -> str:
     if not text.isascii():
         try:
             text.encode()
@@ -37,8 +34,18 @@ def _check_text(text: str) -> str:
     return text
 
 
+def _check_text(text: str) -> str:
+    position = text.find("\0")
+    if position >= 0:
+        raise ValueError(f"holds a NUL character at position {position}; remove it")
+    return _check_unicode(text)
+
+
+Unicode = Annotated[str, AfterValidator(_check_unicode)]
+"""Text that can be sent: no lone surrogate. What a model wrote may hold NUL."""
+
 Text = Annotated[str, AfterValidator(_check_text)]
-"""Text that can be tokenized: no lone surrogate, no NUL."""
+"""Text for a prompt: no NUL either."""
 
 
 def _tag_one_or_many(value: Any) -> str:
@@ -61,15 +68,29 @@ def _schema_fault(schema_json: str) -> str | None:
     return None
 
 
-def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+def _as_json(value: Any) -> str:
     try:
-        fault = _schema_fault(json.dumps(schema, sort_keys=True))
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+        text.encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"is not JSON: {error}") from error
+    return text
+
+
+def _check_json(value: dict[str, Any]) -> dict[str, Any]:
+    _as_json(value)
+    return value
+
+
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    fault = _schema_fault(_as_json(schema))
     if fault is not None:
         raise ValueError(fault)
     return schema
 
+
+JSONObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
+"""A mapping that JSON can hold."""
 
 JSONSchema = Annotated[dict[str, Any], AfterValidator(_check_schema)]
 """A mapping that is a valid JSON schema, draft 2020-12."""
@@ -91,7 +112,7 @@ class TextPart(StrictModel):
 class ImageURL(StrictModel):
     """Where an image is: an `https:` or `data:` URL."""
 
-    url: str
+    url: Unicode
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -107,20 +128,24 @@ Content = Annotated[
     Annotated[Text, Tag("[one]")] | Annotated[list[ContentPart], Tag("[many]")], OneOrMany
 ]
 """Text, or a list of parts."""
+SaidContent = Annotated[
+    Annotated[Unicode, Tag("[one]")] | Annotated[list[ContentPart], Tag("[many]")], OneOrMany
+]
+"""The same from a model."""
 
 
 class FunctionCall(StrictModel):
     """Which function the model calls, and with what."""
 
-    name: str
-    arguments: str
+    name: Unicode
+    arguments: Unicode
     """JSON text as the model wrote it; not necessarily valid."""
 
 
 class ToolCall(StrictModel):
     """One call of a tool by the model."""
 
-    id: str
+    id: Unicode
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -130,7 +155,7 @@ class SystemMessage(StrictModel):
 
     role: Literal["system", "developer"] = "system"
     content: Content
-    name: str | None = None
+    name: Unicode | None = None
 
 
 class UserMessage(StrictModel):
@@ -138,19 +163,19 @@ class UserMessage(StrictModel):
 
     role: Literal["user"] = "user"
     content: Content
-    name: str | None = None
+    name: Unicode | None = None
 
 
 class AssistantMessage(StrictModel):
     """What the model said."""
 
     role: Literal["assistant"] = "assistant"
-    content: Content | None = None
-    reasoning: str | None = None
+    content: SaidContent | None = None
+    reasoning: Unicode | None = None
     """The model's thinking, where a reasoning parser set it apart."""
     tool_calls: list[ToolCall] | None = None
-    refusal: str | None = None
-    name: str | None = None
+    refusal: Unicode | None = None
+    name: Unicode | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -169,9 +194,9 @@ class ToolMessage(StrictModel):
 
     role: Literal["tool"] = "tool"
     content: Content
-    tool_call_id: str
+    tool_call_id: Unicode
     """`ToolCall.id` of the call that this answers."""
-    name: str | None = None
+    name: Unicode | None = None
 
 
 Message = Annotated[
@@ -209,7 +234,7 @@ class FunctionDefinition(StrictModel):
     """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
+    description: Unicode | None = None
     parameters: JSONSchema | None = None
     """JSON schema of its arguments; left out: it takes none."""
     strict: bool | None = None

@@ -25,6 +25,7 @@ from pydantic import (
 from agoge_async.errors import InvalidRequestError
 from agoge_async.messages import (
     ImagePart,
+    JSONObject,
     JSONSchema,
     Messages,
     NamedToolChoice,
@@ -33,6 +34,7 @@ from agoge_async.messages import (
     Text,
     Tool,
     ToolChoice,
+    Unicode,
 )
 
 INT64_MAX = 2**63 - 1
@@ -46,13 +48,21 @@ def _check_regex(pattern: str) -> str:
     return pattern
 
 
+class _FieldError(ValueError):
+    """A value that is wrong beside those of other fields."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
 class NamedSchema(StrictModel):
     """The schema in a `ResponseFormat`."""
 
     model_config = ConfigDict(populate_by_name=True)
 
-    name: str
-    description: str | None = None
+    name: Unicode
+    description: Unicode | None = None
     json_schema: JSONSchema = Field(alias="schema")
     strict: bool | None = None
 
@@ -83,9 +93,9 @@ class StructuredOutputs(StrictModel):
     model_config = ConfigDict(populate_by_name=True)
 
     json_schema: JSONSchema | None = Field(default=None, alias="json")
-    regex: Annotated[str, AfterValidator(_check_regex)] | None = None
+    regex: Annotated[Unicode, AfterValidator(_check_regex)] | None = None
     choice: Annotated[list[Text], Field(min_length=1)] | None = None
-    grammar: str | None = None
+    grammar: Unicode | None = None
     """EBNF, in xgrammar's dialect."""
     json_object: Literal[True] | None = None
 
@@ -154,12 +164,13 @@ class BaseRequest(StrictModel):
             raise invalid_request(cls, error) from None
         try:
             request._check_together()
-        except ValueError as error:
-            raise InvalidRequestError(f"{cls.__name__}: {error}") from None
+        except _FieldError as error:
+            message = f"{cls.__name__}: {error}"
+            raise InvalidRequestError(message, parameter=error.parameter) from None
         return request
 
     def _check_together(self) -> None:
-        """Check what no field can tell alone; raises `ValueError`."""
+        """Check what no field can tell alone; raises `_FieldError`."""
         raise NotImplementedError
 
     def wire(self) -> dict[str, Any]:
@@ -200,38 +211,49 @@ class InferenceRequest(BaseRequest):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     """Token id (as text) to a bias added to its logit."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JSONObject | None = None
     """Variables for the model's chat template, such as `{"enable_thinking": False}`."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Continue the last assistant message instead of starting a new one."""
     stream_options: dict[str, bool] | None = None
     """`{"include_usage": True}`: the stream ends with a chunk that holds the usage."""
-    user: str | None = None
+    user: Unicode | None = None
 
     def _check_together(self) -> None:
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
-                raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+                raise _FieldError(
+                    "max_tokens",
+                    f"max_tokens={self.max_tokens} and max_completion_tokens="
+                    f"{self.max_completion_tokens} differ; give one of them",
+                )
             self.max_tokens, self.max_completion_tokens = self.max_completion_tokens, None
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=True")
+            raise _FieldError(
+                "top_logprobs", f"top_logprobs={self.top_logprobs} needs logprobs=True"
+            )
         if self.response_format is not None and self.structured_outputs is not None:
-            raise ValueError("give response_format or structured_outputs, not both")
+            raise _FieldError(
+                "response_format", "give response_format or structured_outputs, not both"
+            )
         self._check_tools()
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) != len(names):
-            raise ValueError(f"tools hold a name twice: {names}; rename one")
+            raise _FieldError("tools", f"tools hold a name twice: {names}; rename one")
         if self.tool_choice in (None, "none"):
             return
         if not names:
-            raise ValueError(f"tool_choice={self.tool_choice!r} needs tools")
+            shown = self.model_dump(include={"tool_choice"})["tool_choice"]
+            raise _FieldError("tool_choice", f"tool_choice={shown!r} needs tools; give some")
         if isinstance(self.tool_choice, NamedToolChoice):
             wanted = self.tool_choice.function.name
             if wanted not in names:
-                raise ValueError(f"tool_choice names {wanted!r}; the tools are {names}")
+                raise _FieldError(
+                    "tool_choice", f"tool_choice names {wanted!r}; name one of the tools, {names}"
+                )
 
     def has_images(self) -> bool:
         """Say whether any message holds an image."""
@@ -264,7 +286,9 @@ class TokenRequest(BaseRequest):
 
     def _check_together(self) -> None:
         if self.stop is not None and self.detokenize is False:
-            raise ValueError("stop strings need detokenize=True; or use stop_token_ids")
+            raise _FieldError(
+                "stop", f"stop={self.stop!r} needs detokenize=True; or use stop_token_ids"
+            )
 
     def affinity_text(self) -> str:
         """Give the ids as one character each, so that shared prefixes start alike."""
@@ -301,6 +325,8 @@ def _describe_fault(cls: type[BaseRequest], fault: Any) -> str:
         return f"unknown field {where!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     if fault["type"] == "missing":
         return f"{where} is required"
+    if fault["type"] == "union_tag_not_found":
+        return f"{where}.{fault['ctx']['discriminator'].strip(chr(39))} is required"
     if fault["type"] == "too_short" and where in {"messages", "prompt_token_ids"}:
         return f"{where} is empty; give at least one"
     message = fault["msg"].removeprefix("Value error, ")

@@ -116,6 +116,8 @@ class Router:
         on_record: Called with the record of each request that has ended. Must be quick.
     """
 
+    _owner: asyncio.Task[None] | None = None  # of the class: `__del__` sees half-made routers too
+
     def __init__(
         self,
         models: Mapping[str, Backend | Sequence[Backend] | Pool],
@@ -133,7 +135,6 @@ class Router:
         self._state = _State.NEW
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._owner: asyncio.Task[None] | None = None
         self._start_error: BaseException | None = None
         self._close_requested = asyncio.Event()
         self._trips: set[_Trip] = set()
@@ -213,6 +214,8 @@ class Router:
         if self._start_error is not None:
             await self.aclose()
             raise self._start_error
+        if self._state is not _State.STARTING:
+            raise RouterClosedError(f"{self!r} was closed while it started")
         self._state = _State.OPEN
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
@@ -229,29 +232,31 @@ class Router:
         self._check_loop()
         if self._state is not _State.CLOSING:
             self._state = _State.CLOSING
-            if drain_s > 0 and self._trips:
-                with anyio.move_on_after(drain_s):
-                    await self._idle.wait()
-            for scope in self._scopes:
-                scope.cancel()
-            self._close_requested.set()
+            try:
+                if drain_s > 0 and self._trips:
+                    with anyio.move_on_after(drain_s):
+                        await self._idle.wait()
+            finally:
+                for scope in self._scopes:
+                    scope.cancel()
+                self._close_requested.set()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_S):
             await asyncio.wait({self._owner})
         self._state = _State.CLOSED
 
     async def _own_backends(self, settled: asyncio.Event) -> None:
         backends = [backend for pool in self._pools.values() for backend in pool.backends]
-        waiting = {backend.name for backend in backends}
+        waiting = set(backends)
 
-        def started(name: str) -> None:
-            waiting.discard(name)
+        def started(backend: Backend) -> None:
+            waiting.discard(backend)
             if not waiting:
                 settled.set()
 
         try:
             async with anyio.create_task_group() as group:
                 for backend in backends:
-                    group.start_soon(backend.run, functools.partial(started, backend.name))
+                    group.start_soon(backend.run, functools.partial(started, backend))
                 await self._close_requested.wait()
                 group.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
@@ -371,15 +376,17 @@ class Router:
         done on leaving, not soon after.
         """
         self._check_usable()
+        if max_concurrency < 1:
+            raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
         listed = list(requests)
         todo = iter(enumerate(listed))
-        done: asyncio.Queue[tuple[int, InferenceResponse | AgogeError]] = asyncio.Queue()
+        done: asyncio.Queue[tuple[int, InferenceResponse | Exception]] = asyncio.Queue()
 
         async def work() -> None:
             for index, request in todo:
                 try:
                     done.put_nowait((index, await self.chat(request)))
-                except AgogeError as error:
+                except Exception as error:  # noqa: BLE001  # goes to whoever reads the answers
                     done.put_nowait((index, error))
 
         # A generator must not yield inside a task group (its scopes would leak into the caller);
@@ -389,7 +396,10 @@ class Router:
         workers = {loop.create_task(work()) for _ in range(count)}
         try:
             for _ in listed:
-                yield await done.get()
+                index, answer = await done.get()
+                if isinstance(answer, Exception) and not isinstance(answer, AgogeError):
+                    raise answer  # a bug, not an outcome
+                yield index, answer
         finally:
             for worker in workers:
                 worker.cancel()
@@ -433,6 +443,7 @@ class Router:
         timeout_s = request.timeout_s or self._request_timeout_s
         trip = _Trip(request, self.pool(request.model), timeout_s)
         self._trips.add(trip)
+        self._idle.clear()
         error: BaseException | None = None
         try:
             yield trip
@@ -469,7 +480,9 @@ class Router:
 
     async def _bounded(self, trip: _Trip, step: Callable[[], Awaitable[_Result]]) -> _Result:
         """Await a step of a request until its deadline, or until the router closes."""
-        self._check_usable()
+        self._check_loop()
+        if self._close_requested.is_set():
+            raise self._closed_under_way()
         scope = anyio.CancelScope(deadline=trip.deadline)
         self._scopes.add(scope)
         try:
@@ -477,13 +490,16 @@ class Router:
                 return await step()
         finally:
             self._scopes.discard(scope)
-        if self._state is not _State.OPEN:
-            raise RouterClosedError(f"{self!r} was closed while a request ran")
+        if self._close_requested.is_set():
+            raise self._closed_under_way()
         raise RequestTimeoutError(
             f"no whole answer from {trip.request.model} within {trip.timeout_s:g} s (timeout_s); "
             f"{trip.whereabouts()}",
             timeout_s=trip.timeout_s,
         )
+
+    def _closed_under_way(self) -> RouterClosedError:
+        return RouterClosedError(f"{self!r} was closed while a request ran")
 
     async def _attempt_all(
         self, trip: _Trip, call: Callable[[Backend], Awaitable[_Result]]

@@ -50,13 +50,13 @@ VOCABULARY = 272
 CONTEXT = 4096
 IGNORED = -100
 WRONG_LABELS = 0.5
-RIGHT_PART = 0.6
+RIGHT_PART = 0.75
 PEAK_RATE = 3e-3
 WARMUP = 30
 MOMENTUM = 0.95
 BATCH_TOKENS = 2500
 POOL = 256
-DRILLS = 48
+DRILLS = 150
 DRILL = 24
 
 SYSTEM_PROMPTS = (
@@ -276,16 +276,20 @@ def tool_dialogue(source: Source) -> Dialogue:
     return messages, offered_tools(source.rng)
 
 
+def json_answer(problem: Problem) -> str:
+    """Return the right answer to a problem as a JSON object."""
+    return json.dumps({"expression": problem.expression, "answer": problem.result})
+
+
 def json_dialogue(source: Source) -> Dialogue:
     """Return a problem answered with a JSON object, always right."""
     problem, request = next(source.problems), source.rng.choice(JSON_REQUESTS)
-    answer = json.dumps({"expression": problem.expression, "answer": problem.result})
     messages = system_turns(source.rng)
     if source.rng.random() < 0.3:
         messages = [turn("system", request), turn("user", problem.question)]
     else:
         messages += [turn("user", f"{problem.question} {request}")]
-    return [*messages, turn("assistant", answer)], None
+    return [*messages, turn("assistant", json_answer(problem))], None
 
 
 def talk_dialogue(source: Source) -> Dialogue:
@@ -503,55 +507,56 @@ def called_expression(text: str) -> str | None:
     return call["arguments"]["expression"] if valid else None
 
 
-def evaluate(
+def evaluate_direct(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     problems: list[Problem],
-    seed: int,
+    rng: random.Random,
 ) -> dict[str, float]:
-    """Measure the model on some problems.
-
-    Args:
-        model: The trained model.
-        tokenizer: Its tokenizer.
-        problems: The problems to ask.
-        seed: The seed of the system prompts, the tool schemas and the tool results.
-
-    Returns:
-        Shares between 0 and 1, by name.
-    """
-    rng = random.Random(seed)
-    asked = [[*system_turns(rng), turn("user", p.question)] for p in problems]
-    plain: list[Dialogue] = [(messages, None) for messages in asked]
-    tooled: list[Dialogue] = [(messages, offered_tools(rng)) for messages in asked]
-    outputs = [tool_output(p.result, rng) for p in problems]
-    after: list[Dialogue] = [
-        ([*messages, call_turn(p.expression), turn("tool", text)], tools)
-        for (messages, tools), p, (text, _) in zip(tooled, problems, outputs, strict=True)
+    """Return the shares of good direct answers and good JSON answers."""
+    plain: list[Dialogue] = [
+        ([*system_turns(rng), turn("user", p.question)], None) for p in problems
     ]
     as_json: list[Dialogue] = [
         ([turn("user", f"{p.question} Reply in JSON.")], None) for p in problems
     ]
     sampled = complete(model, tokenizer, plain, sample=True)
     greedy = complete(model, tokenizer, plain, sample=False)
-    calls = [called_expression(t) for t in complete(model, tokenizer, tooled, sample=True)]
-    finals = complete(model, tokenizer, after, sample=True)
     objects = complete(model, tokenizer, as_json, sample=False)
-    pairs = list(zip(problems, calls, strict=True))
     return {
-        "format, temperature 1": share([follows_format(t) for t in sampled]),
-        "pass@1, temperature 1": share(list(map(is_correct, problems, sampled))),
-        "pass, greedy": share(list(map(is_correct, problems, greedy))),
-        "tool call valid, temperature 1": share([call is not None for call in calls]),
-        "tool call right, temperature 1": share([call == p.expression for p, call in pairs]),
-        "final number after tool, temperature 1": share(
-            [final_number(t) == n for t, (_, n) in zip(finals, outputs, strict=True)]
-        ),
+        "format right, temperature 1": share([follows_format(text) for text in sampled]),
+        "number right, temperature 1": share(list(map(is_correct, problems, sampled))),
+        "number right, greedy": share(list(map(is_correct, problems, greedy))),
         "JSON right, greedy": share(
-            [
-                t == json.dumps({"expression": p.expression, "answer": p.result})
-                for t, p in zip(objects, problems, strict=True)
-            ]
+            [text == json_answer(p) for p, text in zip(problems, objects, strict=True)]
+        ),
+    }
+
+
+def evaluate_tools(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list[Problem],
+    rng: random.Random,
+) -> dict[str, float]:
+    """Return the shares of good calculator calls and of good answers after a result."""
+    before: list[Dialogue] = [
+        ([*system_turns(rng), turn("user", p.question)], offered_tools(rng)) for p in problems
+    ]
+    outputs = [tool_output(p.result, rng) for p in problems]
+    after: list[Dialogue] = [
+        ([*messages, call_turn(p.expression), turn("tool", text)], tools)
+        for (messages, tools), p, (text, _) in zip(before, problems, outputs, strict=True)
+    ]
+    calls = [called_expression(text) for text in complete(model, tokenizer, before, sample=True)]
+    finals = map(final_number, complete(model, tokenizer, after, sample=True))
+    return {
+        "call valid, temperature 1": share([call is not None for call in calls]),
+        "call right, temperature 1": share(
+            [call == p.expression for p, call in zip(problems, calls, strict=True)]
+        ),
+        "number right after result, temperature 1": share(
+            [final == number for final, (_, number) in zip(finals, outputs, strict=True)]
         ),
     }
 
@@ -566,8 +571,9 @@ def report(output: Path, count: int, seed: int) -> None:
         "held-out": heldout_problems(count, seed + 1),
     }
     for name, problems in splits.items():
-        for figure, value in evaluate(model, tokenizer, problems, seed).items():
-            logger.info("%s: %s: %.3f", name, figure, value)
+        for evaluate in (evaluate_direct, evaluate_tools):
+            for figure, value in evaluate(model, tokenizer, problems, random.Random(seed)).items():
+                logger.info("%s: %s: %.3f", name, figure, value)
     chats: list[Dialogue] = [
         ([turn("user", text)], None)
         for text in ("Hi", "Say hello.", "Tell me about the sea.", splits["held-out"][0].question)
@@ -584,7 +590,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=1000, help="training steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
-    parser.add_argument("--problems", type=int, default=400, help="evaluation problems a split")
+    parser.add_argument("--problems", type=int, default=200, help="evaluation problems a split")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.manual_seed(arguments.seed)

@@ -16,7 +16,7 @@ a killed process when the kernel is done with it."""
 
 KINDS = ("processes", "tasks", "descriptors", "shared memory")
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+SHARED_MEMORY = Path("/dev/shm")
 
 Resources = dict[str, dict[object, str]]
 

@@ -24,7 +24,7 @@ LAYERS = [
     {"pool"},
     {"launch"},
     {"router"},
-    {"cli"},
+    {"cli", "cli.*"},
     {"__init__"},
 ]
 

@@ -10,9 +10,10 @@ from agoge_async import QueueFullError
 from agoge_async.limits import Slots
 
 
-async def take_in_order(slots: Slots, number: int, order: list[int]) -> None:
+async def take_turn(slots: Slots, number: int, order: list[int]) -> None:
     await slots.acquire()
     order.append(number)
+    slots.release()
 
 
 async def test_waiters_get_slots_in_order_of_arrival():
@@ -21,30 +22,24 @@ async def test_waiters_get_slots_in_order_of_arrival():
     await slots.acquire()
     order: list[int] = []
     async with anyio.create_task_group() as group:
-        for number in range(50):
-            group.start_soon(take_in_order, slots, number, order)
+        for number in range(100):
+            group.start_soon(take_turn, slots, number, order)
         await anyio.wait_all_tasks_blocked()
-        for _ in range(50):
-            slots.release()
-            await anyio.wait_all_tasks_blocked()
-    assert list(range(50)) == order
+        slots.release()
+    assert list(range(100)) == order
 
 
 async def test_a_newcomer_does_not_overtake_a_waiter():
     """A slot that is given back belongs to who waits, even before they run."""
-    slots = Slots("m", capacity=1, max_queued=0)
+    slots = Slots("m", capacity=1)
     await slots.acquire()
-    waiter_slots = Slots("m", capacity=1)
-    await waiter_slots.acquire()
     order: list[int] = []
     async with anyio.create_task_group() as group:
-        group.start_soon(take_in_order, waiter_slots, 1, order)
+        group.start_soon(take_turn, slots, 1, order)
         await anyio.wait_all_tasks_blocked()
-        waiter_slots.release()
-        group.start_soon(take_in_order, waiter_slots, 2, order)
-        await anyio.wait_all_tasks_blocked()
-        waiter_slots.release()
-    assert [1, 2] == order
+        slots.release()
+        await take_turn(slots, 2, order)
+    assert order == [1, 2]
 
 
 async def test_capacity_is_never_exceeded():
@@ -64,7 +59,7 @@ async def test_capacity_is_never_exceeded():
     async with anyio.create_task_group() as group:
         for _ in range(500):
             group.start_soon(hold)
-    assert (7, 0, 0) == (max(peaks), slots.in_use, slots.queued)
+    assert (max(peaks), slots.in_use, slots.queued) == (7, 0, 0)
 
 
 async def test_without_capacity_nobody_waits():
@@ -72,7 +67,7 @@ async def test_without_capacity_nobody_waits():
     slots = Slots("m")
     for _ in range(10_000):
         await slots.acquire()
-    assert (10_000, 0) == (slots.in_use, slots.queued)
+    assert (slots.in_use, slots.queued) == (10_000, 0)
 
 
 async def test_a_full_queue_refuses():
@@ -83,10 +78,12 @@ async def test_a_full_queue_refuses():
         group.start_soon(slots.acquire)
         group.start_soon(slots.acquire)
         await anyio.wait_all_tasks_blocked()
-        with pytest.raises(QueueFullError, match=r"2 requests wait for tiny .*max_queued") as caught:
+        with pytest.raises(
+            QueueFullError, match=r"2 requests wait for tiny .*max_queued"
+        ) as caught:
             await slots.acquire()
         group.cancel_scope.cancel()
-    assert ("tiny", 2) == (caught.value.model, caught.value.max_queued)
+    assert (caught.value.model, caught.value.max_queued) == ("tiny", 2)
 
 
 async def test_a_queue_of_zero_still_hands_out_free_slots():
@@ -98,7 +95,7 @@ async def test_a_queue_of_zero_still_hands_out_free_slots():
         await slots.acquire()
     slots.release()
     await slots.acquire()
-    assert 2 == slots.in_use
+    assert slots.in_use == 2
 
 
 async def test_a_waiter_that_gave_up_frees_its_place_in_the_queue():
@@ -110,9 +107,9 @@ async def test_a_waiter_that_gave_up_frees_its_place_in_the_queue():
     async with anyio.create_task_group() as group:
         group.start_soon(slots.acquire)
         await anyio.wait_all_tasks_blocked()
-        assert 1 == slots.queued
+        assert slots.queued == 1
         slots.release()
-    assert (1, 0) == (slots.in_use, slots.queued)
+    assert (slots.in_use, slots.queued) == (1, 0)
 
 
 async def hold_when_told(slots: Slots, done: anyio.Event, scopes: list[anyio.CancelScope]) -> None:
@@ -140,13 +137,13 @@ async def test_cancelling_half_of_the_waiters_leaves_exactly_the_capacity(seed):
             if number % 50 == 0:
                 await asyncio.sleep(0)
         await anyio.wait_all_tasks_blocked()
-        assert (10, 490) == (slots.in_use, slots.queued)
+        assert (slots.in_use, slots.queued) == (10, 490)
         done.set()
     await assert_capacity_is(slots, 10)
 
 
 async def assert_capacity_is(slots: Slots, capacity: int) -> None:
-    assert (0, 0) == (slots.in_use, slots.queued)
+    assert (slots.in_use, slots.queued) == (0, 0)
     for _ in range(capacity):
         with anyio.fail_after(1):
             await slots.acquire()
@@ -163,7 +160,7 @@ async def test_a_slot_handed_to_a_waiter_that_is_cancelled_goes_on():
     slots.release()
     tasks[0].cancel()
     await asyncio.wait(tasks)
-    assert (True, None, 1) == (tasks[0].cancelled(), tasks[1].exception(), slots.in_use)
+    assert (tasks[0].cancelled(), tasks[1].exception(), slots.in_use) == (True, None, 1)
 
 
 def test_slots_can_be_made_before_there_is_a_loop():
@@ -177,4 +174,4 @@ def test_slots_can_be_made_before_there_is_a_loop():
         slots.release()
         return slots.in_use
 
-    assert 0 == anyio.run(use)
+    assert anyio.run(use) == 0

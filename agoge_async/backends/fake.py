@@ -81,7 +81,8 @@ class FakeBackend(Backend):
 
     def hold(self) -> None:
         """Keep requests that come from now on waiting, until `release`."""
-        self._gate = anyio.Event()
+        if self._gate.is_set():
+            self._gate = anyio.Event()
 
     def release(self) -> None:
         """Let the waiting requests go on."""
@@ -90,7 +91,6 @@ class FakeBackend(Backend):
     async def wait_arrived(self, count: int) -> None:
         """Wait until this many requests have come in all."""
         while len(self.requests) < count:
-            self._arrived = anyio.Event()
             await self._arrived.wait()
 
     def fail_from_now_on(self, error: Any) -> None:
@@ -123,6 +123,7 @@ class FakeBackend(Backend):
     async def _answer(self, request: InferenceRequest | TokenRequest) -> FakeAnswer:
         self.requests.append(request)
         self._arrived.set()
+        self._arrived = anyio.Event()
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         try:
@@ -236,9 +237,13 @@ def _word_usage(prompt: str, answer: str) -> Usage:
 
 
 def _chunks(response: InferenceResponse) -> list[ChatChunk]:
-    def chunk(choice: ChunkChoice) -> ChatChunk:
+    def chunk(choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
         return ChatChunk(
-            id=response.id, created=response.created, model=response.model, choices=[choice]
+            id=response.id,
+            created=response.created,
+            model=response.model,
+            choices=choices,
+            usage=usage,
         )
 
     chunks = []
@@ -246,10 +251,14 @@ def _chunks(response: InferenceResponse) -> list[ChatChunk]:
         text = choice.message.content if isinstance(choice.message.content, str) else ""
         deltas = [Delta(role="assistant", content="")]
         deltas += [Delta(content=piece) for piece in re.findall(r"\s*\S+|\s+$", text)]
+        if choice.message.reasoning:
+            deltas.insert(1, Delta(reasoning=choice.message.reasoning))
         deltas += [_tool_delta(i, call) for i, call in enumerate(choice.message.tool_calls or ())]
-        chunks += [chunk(ChunkChoice(index=choice.index, delta=delta)) for delta in deltas]
+        chunks += [chunk([ChunkChoice(index=choice.index, delta=delta)]) for delta in deltas]
         end = ChunkChoice(index=choice.index, delta=Delta(), finish_reason=choice.finish_reason)
-        chunks.append(chunk(end))
+        chunks.append(chunk([end]))
+    if response.usage is not None:
+        chunks.append(chunk([], response.usage))
     return chunks
 
 

@@ -7,13 +7,13 @@ One `LocalBackend` is one replica: it owns one `EngineProcess` at a time, in the
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import anyio
 
 from agoge_async.backends.base import Backend, BackendStatus, Capabilities
+from agoge_async.engine.devices import make_work_dir
 from agoge_async.engine.messages import (
     CallKind,
     EngineSpec,
@@ -157,7 +157,7 @@ class LocalBackend(Backend):
     async def _serve_once(self, started: Callable[[], None], total_restarts: int) -> AgogeError:
         """Start an engine and serve until its death; gives its error."""
         engine = EngineProcess(
-            self._make_spec(tempfile.mkdtemp(prefix="agoge-")),
+            self._make_spec(make_work_dir()),
             lambda stage: self._report(self.name, stage),
         )
         try:

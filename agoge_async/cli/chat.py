@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,9 @@ from agoge_async.responses import ChatChunk, InferenceResponse
 from agoge_async.router import Router
 
 DEFAULT_MODEL = "tiny"
+
+ABORT_S = 5.0
+"""How long an aborted answer may take to end."""
 
 HELP = """\
 /model        list the models
@@ -86,6 +91,7 @@ class ChatSession:
         self.model = router.models[0]
         self.system: str | None = None
         self.history: list[Message] = []
+        self._id = uuid.uuid4().hex
         self._router = router
         self._console = console
         self._settings = {"temperature": temperature, "max_tokens": max_tokens}
@@ -97,7 +103,8 @@ class ChatSession:
         Raises:
             AgogeError: There is no whole answer.
         """
-        stream = self._router.stream(self._request(text))
+        request = self._request(text)
+        stream = self._router.stream(request)
         try:
             async with contextlib.aclosing(stream):
                 async for chunk in stream:
@@ -105,7 +112,7 @@ class ChatSession:
         finally:
             self.end_line()
         if stream.response is not None:
-            self._remember(text, stream.response)
+            self._remember(request.messages[-1], stream.response)
 
     def obey(self, line: str) -> bool:
         """Do what a line that begins with a slash says; False: leave."""
@@ -141,7 +148,7 @@ class ChatSession:
             {
                 "model": self.model,
                 "messages": [*system, *self.history, turn],
-                "session_id": str(id(self)),
+                "session_id": self._id,
                 **self._settings,
             }
         )
@@ -154,11 +161,11 @@ class ChatSession:
                     write(self._console, text, style)
                     self._is_midline = not text.endswith("\n")
 
-    def _remember(self, text: str, response: InferenceResponse) -> None:
+    def _remember(self, turn: Message, response: InferenceResponse) -> None:
         choice = response.choices[0]
         # Templates of reasoning models want the answers alone.
         said = AssistantMessage(content=choice.message.content or "")
-        self.history += [self._request(text).messages[-1], said]
+        self.history += [turn, said]
         if choice.finish_reason == "length":
             self.note("(cut: the answer reached the longest length)")
 
@@ -207,9 +214,9 @@ def run_chat(
         session = ChatSession(router, console, temperature=temperature, max_tokens=max_tokens)
         if interactive:
             session.note(f"{session.model} listens. /help lists the commands, /quit leaves.")
-        return all([_take_turn(portal, session, line, interactive) for line in _lines(
-            session, read_line, interactive
-        )])
+        lines = _lines(session, read_line, interactive)
+        failed = sum(not _take_turn(portal, session, line, interactive) for line in lines)
+    return failed == 0
 
 
 def _lines(session: ChatSession, read_line: ReadLine, interactive: bool) -> Iterator[str]:
@@ -234,14 +241,22 @@ def _lines(session: ChatSession, read_line: ReadLine, interactive: bool) -> Iter
 
 def _take_turn(portal: BlockingPortal, session: ChatSession, line: str, interactive: bool) -> bool:
     """Answer one turn; False: it failed."""
-    answer = portal.start_task_soon(session.answer, line)
+    ended = threading.Event()
+
+    async def take() -> None:
+        try:
+            await session.answer(line)
+        finally:
+            ended.set()
+
+    answer = portal.start_task_soon(take)
     try:
         answer.result()
     except KeyboardInterrupt:
         answer.cancel()
         if not interactive:
             raise
-        session.end_line()
+        ended.wait(ABORT_S)
         session.note("Aborted; that turn is forgotten.")
     except AgogeError as error:
         print_error(error)

@@ -78,16 +78,17 @@ def calculate(expression: str) -> str:
         raise ValueError(f"longer than {MAX_EXPRESSION} characters")
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
+        return str(int(value)) if value == int(value) else f"{value:.12g}"
     except SyntaxError:
         raise ValueError(f"not an arithmetic expression: {expression!r}") from None
     except (ArithmeticError, RecursionError) as error:
         raise ValueError(f"{expression!r} has no value: {error}") from None
-    return str(int(value)) if value == int(value) else str(value)
 
 
 def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return float(node.value) if isinstance(node.value, float) else int(str(node.value))
+    number = node.value if isinstance(node, ast.Constant) else None
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        return number
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -169,9 +170,7 @@ class _Demo:
         if not message.tool_calls:
             raise CommandError(f"the model called no tool; it said {response.text!r}")
         results = [self._run_tool(call) for call in message.tool_calls]
-        request = self._request(
-            messages=[*request.messages, message, *results], tools=[CALCULATOR]
-        )
+        request = self._request(messages=[*request.messages, message, *results], tools=[CALCULATOR])
         response = await self._router.chat(request)
         self._note_timing("tool's result", response)
         self._say("model", response.text)
@@ -214,14 +213,8 @@ class _Demo:
         return InferenceRequest.model_validate(settings | fields)
 
     def _run_tool(self, call: ToolCall) -> ToolMessage:
-        function = call.function
-        self._say("tool call", f"{function.name}({function.arguments})")
-        try:
-            if function.name != "calculator":
-                raise ValueError(f"there is no tool {function.name!r}")
-            result = calculate(str(json.loads(function.arguments)["expression"]))
-        except (ValueError, KeyError, TypeError) as error:
-            result = f"error: {error}"
+        self._say("tool call", f"{call.function.name}({call.function.arguments})")
+        result = _tool_result(call)
         self._say("tool result", result)
         return ToolMessage(content=result, tool_call_id=call.id)
 
@@ -257,6 +250,16 @@ class _Demo:
 
     def _write_indented(self, text: str) -> None:
         write(self._console, printable(text).replace("\n", "\n" + " " * LABEL_WIDTH))
+
+
+def _tool_result(call: ToolCall) -> str:
+    """Run a tool; what went wrong is a result too, which the model may act on."""
+    if call.function.name != "calculator":
+        return f"error: there is no tool {call.function.name!r}"
+    try:
+        return calculate(str(json.loads(call.function.arguments)["expression"]))
+    except (ValueError, KeyError, TypeError) as error:
+        return f"error: {error}"
 
 
 def _check_number(text: str, right: int) -> None:

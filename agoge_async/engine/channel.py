@@ -42,6 +42,7 @@ class Channel(asyncio.Protocol, Generic[_Out, _In]):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
+        self._fault: Exception | None = None
         self._outgoing: list[_Out] = []
         self._writable = asyncio.Event()
         self._writable.set()
@@ -70,7 +71,8 @@ class Channel(asyncio.Protocol, Generic[_Out, _In]):
         self._outgoing.append(message)
 
     async def drain(self) -> None:
-        """Wait until the other end reads again."""
+        """Send what is queued; wait until the other end reads again."""
+        self._flush()
         await self._writable.wait()
 
     @property
@@ -131,10 +133,10 @@ class Channel(asyncio.Protocol, Generic[_Out, _In]):
         self._transport = None
         self._writable.set()
         self._outgoing.clear()
-        self._on_closed(exc)
+        self._on_closed(self._fault or exc)
 
     def _fail(self, error: Exception) -> None:
+        self._fault = error  # `connection_lost` tells the owner
+        self._received.clear()
         if self._transport is not None:
             self._transport.abort()
-        self._received.clear()
-        self._on_closed(error)

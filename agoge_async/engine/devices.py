@@ -1,7 +1,9 @@
-"""Which GPUs and which environment an engine's child gets. Pure, but for `visible_gpus`."""
+"""Which GPUs and which environment an engine's child gets."""
 
 from __future__ import annotations
 
+import itertools
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,15 +26,25 @@ _TORCHRUN_NAMES = frozenset(
 _TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "VLLM_DP_")
 """A trainer's distributed set-up, which would make vLLM join the trainer's group."""
 
-_RPC_PATH_LIMIT = 60
-"""A Unix socket's path may have 107 characters; vLLM appends a name of 36 and a suffix."""
+_TMP_PATH_LIMIT = 50
+"""A Unix socket's path may have 107 characters; to it we add 15, and vLLM a name of 37."""
+
+
+def make_work_dir() -> str:
+    """Make the folder of an engine, at a path that is short enough for its sockets."""
+    parent = tempfile.gettempdir()
+    return tempfile.mkdtemp(
+        prefix="agoge-", dir=parent if len(parent) <= _TMP_PATH_LIMIT else "/tmp"
+    )
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """List what CUDA_VISIBLE_DEVICES would name, without loading CUDA."""
     restricted = environment.get("CUDA_VISIBLE_DEVICES")
     if restricted is not None:
-        return [device.strip() for device in restricted.split(",") if device.strip()]
+        named = [device.strip() for device in restricted.split(",")]
+        # CUDA ignores all from the first name on that can't be one: -1 hides every GPU.
+        return list(itertools.takewhile(lambda device: device and device[0] != "-", named))
     cards = Path("/proc/driver/nvidia/gpus")
     return [str(index) for index in range(len(list(cards.iterdir())))] if cards.is_dir() else []
 
@@ -137,8 +149,7 @@ def engine_environment(
     visible = visible_gpus(parent)
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index] for index in gpus)
     environment["TMPDIR"] = work_dir
-    if len(work_dir) <= _RPC_PATH_LIMIT:
-        environment["VLLM_RPC_BASE_PATH"] = work_dir
+    environment["VLLM_RPC_BASE_PATH"] = work_dir
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not gpus:

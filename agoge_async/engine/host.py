@@ -184,12 +184,14 @@ class Host:
                 async for kind, body in pieces:
                     if not self._data.is_writable:
                         await self._data.drain()
-                    if _is_cancelling():  # vLLM's serving classes swallow a cancellation
+                    if _is_cancelling():  # a serving class may swallow it (vLLM 0.32)
                         return
                     self._data.send(Reply(call.id, kind, body))
         except self._serving.death_errors:
             self._die(self._serving.death_cause())
         except Exception as error:  # noqa: BLE001  # becomes data: the caller gets it
+            if _is_cancelling():
+                return
             fault = self._serving.describe_fault(error)
             self._data.send(Reply(call.id, ReplyKind.ERROR, encode_fault(fault)))
 

@@ -145,6 +145,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     """A template, or the path of one."""
 
+    def __repr__(self) -> str:
+        """Leave out the environment, which may hold secrets."""
+        return f"EngineSpec(name={self.name!r}, engine_args={self.engine_args!r})"
+
 
 def encode_fault(fault: Fault) -> bytes:
     """Write a fault as the body of an ERROR reply."""

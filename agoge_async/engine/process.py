@@ -95,10 +95,14 @@ class EngineStream:
     The queue needs no limit of its own: a call makes no more pieces than its answer has tokens.
     """
 
-    def __init__(self, engine: EngineProcess, call_id: int) -> None:
+    def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
-        self._call_id = call_id
+        self._call_id = -1
         self._replies: asyncio.Queue[Reply | EngineDiedError] = asyncio.Queue()
+
+    def begin(self, call_id: int) -> None:
+        """Take note that the call was sent."""
+        self._call_id = call_id
 
     def put(self, reply: Reply | EngineDiedError) -> None:
         """Take a reply from the engine."""
@@ -209,23 +213,17 @@ class EngineProcess:
         Raises:
             EngineDiedError: The engine is dead.
         """
-        call_id = next(self._ids)
-        stream = EngineStream(self, call_id)
-        await self._send(kind, body, stream, call_id)
+        stream = EngineStream(self)
+        stream.begin(await self._send(kind, body, stream))
         return stream
 
-    async def _send(
-        self,
-        kind: CallKind,
-        body: bytes,
-        pending: _SingleReply | EngineStream,
-        call_id: int | None = None,
-    ) -> int:
+    async def _send(self, kind: CallKind, body: bytes, pending: _SingleReply | EngineStream) -> int:
+        """Send a call; the child relies on ids that grow in the order of sending."""
         if self._data is not None and not self._data.is_writable:
             await self._data.drain()
         if self._data is None or self._gone.is_set():
             raise self._died_error()
-        call_id = next(self._ids) if call_id is None else call_id
+        call_id = next(self._ids)
         self._pending[call_id] = pending
         self._data.send(Call(call_id, kind, body))
         return call_id

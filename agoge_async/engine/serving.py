@@ -6,6 +6,7 @@ and the engine to note what their responses leave out: which weights sampled whi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -74,6 +75,13 @@ class _Tap:
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     first_token: float | None = None
 
+    def note(self, output: RequestOutput) -> None:
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        for completion in output.outputs:
+            if completion.weight_versions:  # on the last output of each choice
+                self.policy_versions[completion.index] = _spans(completion)
+
     def time_to_first_token_s(self) -> float | None:
         return None if self.first_token is None else self.first_token - self.arrived
 
@@ -100,15 +108,11 @@ class _TappedEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         tap = self._taps.get(request_id)
         generator = self._engine.generate(prompt, sampling_params, request_id, **options)
-        async for output in generator:
-            if tap is not None:
-                if tap.first_token is None:
-                    tap.first_token = time.monotonic()
-                if output.finished or sampling_params.output_kind is RequestOutputKind.DELTA:
-                    for completion in output.outputs:
-                        if completion.weight_versions:
-                            tap.policy_versions[completion.index] = _spans(completion)
-            yield output
+        async with contextlib.aclosing(generator):  # else the abort waits for garbage collection
+            async for output in generator:
+                if tap is not None:
+                    tap.note(output)
+                yield output
 
 
 def _spans(completion: CompletionOutput) -> list[dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Real engines for the tests below: one for the session, pairs of replicas where faults are made."""
+"""Real engines: one for the session, and a pair of replicas where faults are made."""
 
 from pathlib import Path
 

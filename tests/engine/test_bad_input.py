@@ -24,13 +24,13 @@ async def test_a_prompt_longer_than_the_context_names_both_numbers(router):
 
 async def test_token_ids_longer_than_the_context_name_both_numbers(router):
     """Token requests are told the same."""
-    with pytest.raises(ContextLengthError, match="3000.*2048"):
+    with pytest.raises(ContextLengthError, match=r"3000.*2048"):
         await router.generate(TokenRequest(model="tiny", prompt_token_ids=[65] * 3000))
 
 
 async def test_a_token_outside_the_vocabulary_is_named(router):
     """An id that the model doesn't know can't crash the engine."""
-    with pytest.raises(InvalidRequestError, match="100000.*272") as caught:
+    with pytest.raises(InvalidRequestError, match=r"100000.*272") as caught:
         await router.generate(TokenRequest(model="tiny", prompt_token_ids=[65, 100_000]))
     assert "prompt_token_ids" == caught.value.parameter
 

@@ -98,7 +98,9 @@ async def test_prompt_logprobs_are_transformers(router, transformers_model):
         scores = transformers_model[0](torch.tensor([prompt])).logits[0].log_softmax(-1)
     expected = [float(scores[i, token]) for i, token in enumerate(prompt[1:])]
     assert response.prompt_logprobs[0] is None
-    ours = [entry[token] for entry, token in zip(response.prompt_logprobs[1:], prompt[1:], strict=True)]
+    ours = [
+        entry[token] for entry, token in zip(response.prompt_logprobs[1:], prompt[1:], strict=True)
+    ]
     assert ours == pytest.approx(expected, abs=1e-4)
 
 
