@@ -7,6 +7,7 @@ async with Router.from_config("tiny") as router:
 
 from agoge_async.backends.base import Backend, BackendStatus, Capabilities
 from agoge_async.backends.fake import FakeBackend
+from agoge_async.dispatch import ChatStream
 from agoge_async.errors import (
     AgogeError,
     BackendError,
@@ -47,7 +48,7 @@ from agoge_async.metrics import Outcome, RequestRecord, RouterStatistics
 from agoge_async.pool import Pool
 from agoge_async.requests import InferenceRequest, ResponseFormat, StructuredOutputs, TokenRequest
 from agoge_async.responses import ChatChunk, InferenceResponse, TokenResponse, VersionSpan
-from agoge_async.router import ChatStream, Router
+from agoge_async.router import Router
 
 __all__ = [
     "AgogeError",

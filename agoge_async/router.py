@@ -1,8 +1,8 @@
 """The router: one call for every model request of a program.
 
-An onion: a request's deadline and record, around its attempts, around one attempt: slot, replica,
-call, release. A router belongs to one event loop; its backends run in a task of its own, so that it
-may be opened and closed by different tasks.
+`Router` is what users hold: it starts and ends the backends and looks models up. What happens to a
+request is `dispatch`'s. A router belongs to one event loop; its backends run in a task of its own,
+so that it may be opened and closed by different tasks.
 """
 
 from __future__ import annotations
@@ -14,46 +14,26 @@ import enum
 import functools
 import logging
 import os
-import time
 import warnings
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import anyio
 
-from agoge_async.assembly import join_chunks
-from agoge_async.backends.base import Backend, ChunkStream
+from agoge_async.backends.base import Backend
+from agoge_async.dispatch import ChatStream, Dispatcher, RecordHook
 from agoge_async.errors import (
     AgogeError,
-    BackendError,
     ForkedProcessError,
-    RequestError,
-    RequestTimeoutError,
     RouterClosedError,
     UnknownModelError,
     WrongLoopError,
 )
-from agoge_async.metrics import Outcome, RequestRecord, RouterStatistics
-from agoge_async.pool import Pool, Replica
+from agoge_async.metrics import RouterStatistics
+from agoge_async.pool import Pool
 from agoge_async.progress import StartDisplay, batch_progress
-from agoge_async.requests import BaseRequest, InferenceRequest, TokenRequest
-from agoge_async.responses import (
-    ChatChunk,
-    InferenceResponse,
-    StreamSummary,
-    Timings,
-    TokenResponse,
-    Usage,
-)
-from agoge_async.routing import RoutingContext
+from agoge_async.requests import InferenceRequest, TokenRequest
+from agoge_async.responses import InferenceResponse, TokenResponse
 
 if TYPE_CHECKING:
     from agoge_async.config import ConfigSource
@@ -63,10 +43,6 @@ CLOSE_S = 60.0
 
 logger = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
-_Answer = TypeVar("_Answer", InferenceResponse, TokenResponse)
-RecordHook = Callable[[RequestRecord], None]
-
 
 class _State(enum.Enum):
     NEW = "not started; use `async with router:` or await router.start()"
@@ -74,29 +50,6 @@ class _State(enum.Enum):
     OPEN = "open"
     CLOSING = "closing"
     CLOSED = "closed"
-
-
-class _Trip:
-    """One request on its way: what its record will say."""
-
-    def __init__(self, request: BaseRequest, pool: Pool, timeout_s: float) -> None:
-        self.request = request
-        self.pool = pool
-        self.timeout_s = timeout_s
-        self.deadline = anyio.current_time() + timeout_s
-        self.started = time.perf_counter()
-        self.attempts = 0
-        self.backend: str | None = None
-        self.waiting_s = 0.0
-        self.usage: Usage | None = None
-
-    def timings(self) -> Timings:
-        return Timings(total_s=time.perf_counter() - self.started, waiting_s=self.waiting_s)
-
-    def whereabouts(self) -> str:
-        if self.backend is None:
-            return "it was waiting for a slot or a replica"
-        return f"it was with {self.backend}, attempt {self.attempts}"
 
 
 class Router:
@@ -129,18 +82,14 @@ class Router:
         if not models:
             raise ValueError("a router needs at least one model")
         self._pools = {name: _as_pool(name, model) for name, model in models.items()}
-        self._request_timeout_s = request_timeout_s
-        self._max_attempts = max_attempts
-        self._on_record = on_record
+        self._dispatcher = Dispatcher(
+            request_timeout_s=request_timeout_s, max_attempts=max_attempts, on_record=on_record
+        )
         self._state = _State.NEW
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._start_error: BaseException | None = None
         self._close_requested = asyncio.Event()
-        self._trips: set[_Trip] = set()
-        self._scopes: set[anyio.CancelScope] = set()
-        self._outcomes = dict.fromkeys(Outcome, 0)
-        self._idle = asyncio.Event()
         self._display: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     @classmethod
@@ -233,12 +182,10 @@ class Router:
         if self._state is not _State.CLOSING:
             self._state = _State.CLOSING
             try:
-                if drain_s > 0 and self._trips:
-                    with anyio.move_on_after(drain_s):
-                        await self._idle.wait()
+                with anyio.move_on_after(drain_s):
+                    await self._dispatcher.wait_idle()
             finally:
-                for scope in self._scopes:
-                    scope.cancel()
+                self._dispatcher.close()
                 self._close_requested.set()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_S):
             await asyncio.wait({self._owner})
@@ -300,8 +247,8 @@ class Router:
     def statistics(self) -> RouterStatistics:
         """Count what goes on now, and what has ended since the start."""
         return RouterStatistics(
-            open_requests=len(self._trips),
-            outcomes=dict(self._outcomes),
+            open_requests=self._dispatcher.num_open,
+            outcomes=dict(self._dispatcher.outcomes),
             models={name: pool.statistics() for name, pool in self._pools.items()},
         )
 
@@ -319,7 +266,8 @@ class Router:
             backend.capabilities.check_chat(request, backend.name)
             return await backend.chat(request)
 
-        return await self._submit(request, call)
+        self._check_usable()
+        return await self._dispatcher.submit(self.pool(request.model), request, call)
 
     async def generate(self, request: TokenRequest) -> TokenResponse:
         """Answer token ids with token ids; raises as `chat` does."""
@@ -328,7 +276,8 @@ class Router:
             backend.capabilities.check_tokens(backend.name)
             return await backend.generate(request)
 
-        return await self._submit(request, call)
+        self._check_usable()
+        return await self._dispatcher.submit(self.pool(request.model), request, call)
 
     def stream(self, request: InferenceRequest) -> ChatStream:
         """Answer a chat request in pieces.
@@ -336,7 +285,28 @@ class Router:
         Iterating raises as `chat` does. A replica that fails before its first piece is replaced;
         after that the failure is raised. Leaving the loop early aborts the rest.
         """
-        return ChatStream(self._stream(request, summary := _StreamLog()), summary)
+        self._check_usable()
+        return self._dispatcher.stream(self.pool(request.model), request)
+
+    @overload
+    async def chat_many(
+        self,
+        requests: Iterable[InferenceRequest],
+        *,
+        max_concurrency: int = ...,
+        progress: bool = ...,
+        return_exceptions: Literal[False] = ...,
+    ) -> list[InferenceResponse]: ...
+
+    @overload
+    async def chat_many(
+        self,
+        requests: Iterable[InferenceRequest],
+        *,
+        max_concurrency: int = ...,
+        progress: bool = ...,
+        return_exceptions: bool,
+    ) -> list[InferenceResponse | AgogeError]: ...
 
     async def chat_many(
         self,
@@ -345,7 +315,7 @@ class Router:
         max_concurrency: int = 512,
         progress: bool = False,
         return_exceptions: bool = False,
-    ) -> list[InferenceResponse | AgogeError]:
+    ) -> list[InferenceResponse] | list[InferenceResponse | AgogeError]:
         """Answer many chat requests; gives the answers in the order of the requests.
 
         Args:
@@ -423,201 +393,6 @@ class Router:
         if self._state is not _State.OPEN:
             raise RouterClosedError(f"{self!r} is {self._state.value}")
 
-    async def _submit(
-        self,
-        request: BaseRequest,
-        call: Callable[[Backend], Awaitable[_Answer]],
-    ) -> _Answer:
-        with self._trip(request) as trip:
-            answer = await self._bounded(trip, lambda: self._attempt_all(trip, call))
-            trip.usage = answer.usage
-            answer.backend = trip.backend or ""
-            answer.attempts = trip.attempts
-            answer.timings = trip.timings()
-            return answer
-
-    @contextlib.contextmanager
-    def _trip(self, request: BaseRequest) -> Iterator[_Trip]:
-        """Account for a request from its call to its one outcome."""
-        self._check_usable()
-        timeout_s = request.timeout_s or self._request_timeout_s
-        trip = _Trip(request, self.pool(request.model), timeout_s)
-        self._trips.add(trip)
-        self._idle.clear()
-        error: BaseException | None = None
-        try:
-            yield trip
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            self._trips.discard(trip)
-            if not self._trips:
-                self._idle.set()
-            self._record(trip, error)
-
-    def _record(self, trip: _Trip, error: BaseException | None) -> None:
-        outcome = _outcome_of(error)
-        self._outcomes[outcome] += 1
-        if self._on_record is None:
-            return
-        usage = trip.usage
-        record = RequestRecord(
-            model=trip.request.model,
-            backend=trip.backend,
-            outcome=outcome,
-            attempts=trip.attempts,
-            waiting_s=trip.waiting_s,
-            total_s=time.perf_counter() - trip.started,
-            prompt_tokens=usage.prompt_tokens if usage else None,
-            completion_tokens=usage.completion_tokens if usage else None,
-            error=error,
-        )
-        try:
-            self._on_record(record)
-        except Exception:
-            logger.exception("on_record failed; the request isn't affected")
-
-    async def _bounded(self, trip: _Trip, step: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Await a step of a request until its deadline, or until the router closes."""
-        self._check_loop()
-        if self._close_requested.is_set():
-            raise self._closed_under_way()
-        scope = anyio.CancelScope(deadline=trip.deadline)
-        self._scopes.add(scope)
-        try:
-            with scope:
-                return await step()
-        finally:
-            self._scopes.discard(scope)
-        if self._close_requested.is_set():
-            raise self._closed_under_way()
-        raise RequestTimeoutError(
-            f"no whole answer from {trip.request.model} within {trip.timeout_s:g} s (timeout_s); "
-            f"{trip.whereabouts()}",
-            timeout_s=trip.timeout_s,
-        )
-
-    def _closed_under_way(self) -> RouterClosedError:
-        return RouterClosedError(f"{self!r} was closed while a request ran")
-
-    async def _attempt_all(
-        self, trip: _Trip, call: Callable[[Backend], Awaitable[_Result]]
-    ) -> _Result:
-        """Call one replica after the other until one answers, holding a slot for each try."""
-        failed: set[str] = set()
-        while True:
-            async with self._attempt(trip, failed) as replica:
-                try:
-                    return await call(replica.backend)
-                except BackendError as error:
-                    failed.add(replica.backend.name)
-                    if not self._may_retry(trip, error, failed):
-                        raise
-
-    def _may_retry(self, trip: _Trip, error: BackendError, failed: set[str]) -> bool:
-        is_last = trip.attempts >= self._max_attempts or not trip.pool.has_other(failed)
-        if error.retryable and not is_last:
-            return True
-        if trip.attempts > 1:
-            error.add_note(f"after {trip.attempts} attempts, on {', '.join(sorted(failed))}")
-        return False
-
-    @contextlib.asynccontextmanager
-    async def _attempt(self, trip: _Trip, failed: set[str]) -> AsyncGenerator[Replica, None]:
-        """Hold a slot and a replica."""
-        request, pool = trip.request, trip.pool
-        await pool.slots.acquire()
-        try:
-            prefix = request.affinity_text() if pool.uses_prefixes else ""
-            context = RoutingContext(
-                session_id=request.session_id, group_id=request.group_id, prefix=prefix
-            )
-            replica = await pool.choose(context, failed)
-            trip.attempts += 1
-            trip.backend = replica.backend.name
-            trip.waiting_s = time.perf_counter() - trip.started
-            try:
-                yield replica
-            finally:
-                pool.release(replica)
-        finally:
-            pool.slots.release()
-
-    async def _stream(
-        self, request: InferenceRequest, log: _StreamLog
-    ) -> AsyncGenerator[ChatChunk, None]:
-        with self._trip(request) as trip:
-            async with contextlib.AsyncExitStack() as held:
-                source, chunk = await self._bounded(trip, lambda: self._open_stream(trip, held))
-                while chunk is not None:
-                    log.chunks.append(chunk)
-                    if chunk.choices or _wants_usage(request):
-                        yield chunk
-                    chunk = await self._bounded(trip, lambda: anext(source, None))
-                log.finish(source.summary, trip)
-
-    async def _open_stream(
-        self, trip: _Trip, held: contextlib.AsyncExitStack
-    ) -> tuple[ChunkStream, ChatChunk | None]:
-        """Get a stream's first chunk; `held` keeps what it holds until the stream has ended."""
-        request = trip.request
-        assert isinstance(request, InferenceRequest)
-        failed: set[str] = set()
-        while True:
-            async with contextlib.AsyncExitStack() as tried:
-                replica = await tried.enter_async_context(self._attempt(trip, failed))
-                backend = replica.backend
-                try:
-                    backend.capabilities.check_chat(request, backend.name)
-                    source = await backend.stream(request)
-                    tried.push_async_callback(source.aclose)
-                    chunk = await anext(source, None)
-                except BackendError as error:
-                    failed.add(backend.name)
-                    if not self._may_retry(trip, error, failed):
-                        raise
-                    continue
-                held.push_async_exit(tried.pop_all())
-                return source, chunk
-
-
-class _StreamLog:
-    """What has come of a stream."""
-
-    def __init__(self) -> None:
-        self.chunks: list[ChatChunk] = []
-        self.response: InferenceResponse | None = None
-
-    def finish(self, summary: StreamSummary, trip: _Trip) -> None:
-        response = join_chunks(self.chunks, summary)
-        trip.usage = response.usage
-        response.backend = trip.backend or ""
-        response.attempts = trip.attempts
-        response.timings = trip.timings()
-        self.response = response
-
-
-class ChatStream:
-    """The pieces of an answer: `async for chunk in stream`, once."""
-
-    def __init__(self, chunks: AsyncGenerator[ChatChunk, None], log: _StreamLog) -> None:
-        self._chunks = chunks
-        self._log = log
-
-    def __aiter__(self) -> AsyncGenerator[ChatChunk, None]:
-        """Iterate over the pieces."""
-        return self._chunks
-
-    async def aclose(self) -> None:
-        """Abort what is left; does nothing after the end."""
-        await self._chunks.aclose()
-
-    @property
-    def response(self) -> InferenceResponse | None:
-        """The whole answer, as `chat` would have given it; None before the stream's end."""
-        return self._log.response
-
 
 def _as_pool(name: str, model: Backend | Sequence[Backend] | Pool) -> Pool:
     if isinstance(model, Pool):
@@ -630,19 +405,3 @@ def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _outcome_of(error: BaseException | None) -> Outcome:
-    if error is None:
-        return Outcome.OK
-    if isinstance(error, RequestError):
-        return Outcome.INVALID
-    if isinstance(error, RequestTimeoutError):
-        return Outcome.TIMED_OUT
-    if isinstance(error, RouterClosedError):
-        return Outcome.CLOSED
-    return Outcome.FAILED if isinstance(error, Exception) else Outcome.CANCELLED
-
-
-def _wants_usage(request: InferenceRequest) -> bool:
-    return bool(request.stream_options and request.stream_options.get("include_usage"))

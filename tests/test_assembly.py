@@ -32,8 +32,8 @@ def test_pieces_of_text_make_the_text():
     chunks = [chunk(piece(role="assistant", content=""))]
     chunks += [chunk(piece(content=text)) for text in ("one", " two")]
     response = join_chunks([*chunks, chunk(piece(end="length"))], NOTHING_MORE)
-    assert (response.text, response.choices[0].finish_reason) == ("one two", "length")
-    assert (response.id, response.created, response.model) == ("r", 1, "m")
+    assert ("one two", "length") == (response.text, response.choices[0].finish_reason)
+    assert ("r", 1, "m") == (response.id, response.created, response.model)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=4)), min_size=1))
@@ -71,20 +71,20 @@ def test_text_beside_tool_calls_is_kept():
         [chunk(piece(content="wait")), chunk(call(0, "{}", id="1", name="f"))], NOTHING_MORE
     )
     message = response.choices[0].message
-    assert (message.content, len(message.tool_calls)) == ("wait", 1)
+    assert ("wait", 1) == (message.content, len(message.tool_calls))
 
 
 def test_reasoning_is_kept_apart_from_the_text():
     """As `chat` gives it."""
     chunks = [chunk(piece(reasoning="so ")), chunk(piece(reasoning="2+2"), piece(content="4"))]
     message = join_chunks(chunks, NOTHING_MORE).choices[0].message
-    assert (message.reasoning, message.content) == ("so 2+2", "4")
+    assert ("so 2+2", "4") == (message.reasoning, message.content)
 
 
 def test_an_answer_without_text_is_empty_text():
     """None is for tool calls."""
     message = join_chunks([chunk(piece(end="stop"))], NOTHING_MORE).choices[0].message
-    assert (message.content, message.reasoning, message.tool_calls) == ("", None, None)
+    assert ("", None, None) == (message.content, message.reasoning, message.tool_calls)
 
 
 def test_token_ids_and_logprobs_are_appended():
@@ -95,21 +95,21 @@ def test_token_ids_and_logprobs_are_appended():
         for number, (token, entry) in enumerate(zip("ab", entries, strict=True))
     ]
     [choice] = join_chunks([*chunks, chunk(piece(end="stop"))], NOTHING_MORE).choices
-    assert choice.token_ids == [0, 1]
-    assert [entry.token for entry in choice.logprobs.content] == ["a", "b"]
+    assert [0, 1] == choice.token_ids
+    assert ["a", "b"] == [entry.token for entry in choice.logprobs.content]
 
 
 def test_what_was_not_reported_is_none():
     """Not an empty list: nobody asked for it."""
     [choice] = join_chunks([chunk(piece(content="x"))], NOTHING_MORE).choices
-    assert (choice.token_ids, choice.logprobs, choice.policy_versions) == (None, None, None)
+    assert (None, None, None) == (choice.token_ids, choice.logprobs, choice.policy_versions)
 
 
 def test_the_stop_reason_is_kept():
     """A token id may be 0."""
     end = piece(end="stop") | {"stop_reason": 0}
     [choice] = join_chunks([chunk(piece(content="x")), chunk(end)], NOTHING_MORE).choices
-    assert choice.stop_reason == 0
+    assert 0 == choice.stop_reason
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def test_versions_and_times_come_from_the_summary():
     summary = StreamSummary(policy_versions={1: spans}, time_to_first_token_s=0.5)
     response = join_chunks([chunk(piece(0, content="x"), piece(1, content="y"))], summary)
     assert [choice.policy_versions for choice in response.choices] == [None, spans]
-    assert response.time_to_first_token_s == 0.5
+    assert 0.5 == response.time_to_first_token_s
 
 
 def test_the_prompts_ids_and_the_fingerprint_are_kept():
     """Whichever chunk tells them."""
     chunks = [chunk(piece(content="x"), prompt_token_ids=[1, 2]), chunk(system_fingerprint="v1")]
     response = join_chunks(chunks, NOTHING_MORE)
-    assert (response.prompt_token_ids, response.system_fingerprint) == ([1, 2], "v1")
+    assert ([1, 2], "v1") == (response.prompt_token_ids, response.system_fingerprint)
 
 
 def test_no_chunks_make_no_answer():

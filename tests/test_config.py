@@ -51,20 +51,20 @@ def test_every_preset_can_be_loaded():
 @pytest.mark.parametrize("as_given", [str, lambda path: path], ids=["str", "Path"])
 def test_a_file_can_be_loaded(yaml_file, as_given):
     """By its path."""
-    assert load_config(as_given(yaml_file)).models["tiny"].num_workers == 2
+    assert 2 == load_config(as_given(yaml_file)).models["tiny"].num_workers
 
 
 def test_a_dictconfig_can_be_loaded():
     """Its interpolations are resolved."""
     settings = {"models": {"tiny": {"start_timeout_s": "${request_timeout_s}"}}}
     config = load_config(OmegaConf.create({"request_timeout_s": 7} | settings))
-    assert config.models["tiny"].start_timeout_s == 7
+    assert 7 == config.models["tiny"].start_timeout_s
 
 
 def test_a_dictconfig_inside_a_mapping_can_be_loaded():
     """As Hydra gives it to a function."""
     node = OmegaConf.create({"tiny": {"gpus": [[0], [1]], "num_workers": 2}})
-    assert load_config({"models": node}).models["tiny"].gpus == [[0], [1]]
+    assert [[0], [1]] == load_config({"models": node}).models["tiny"].gpus
 
 
 def test_later_sources_win_key_by_key(yaml_file):
@@ -72,8 +72,8 @@ def test_later_sources_win_key_by_key(yaml_file):
     first = {"models": {"tiny": {"engine_args": {"dtype": "auto", "seed": 1}, "gpus": [[0], [1]]}}}
     last = OmegaConf.create({"models": {"tiny": {"engine_args": {"seed": 2}, "gpus": [[3]]}}})
     tiny = load_config([first, yaml_file, last, {"request_timeout_s": 5}]).models["tiny"]
-    assert tiny.engine_args == {"dtype": "auto", "seed": 2}
-    assert (tiny.num_workers, tiny.gpus) == (2, [[3]])
+    assert {"dtype": "auto", "seed": 2} == tiny.engine_args
+    assert (2, [[3]]) == (tiny.num_workers, tiny.gpus)
 
 
 def test_a_preset_can_be_changed_in_part():
@@ -87,7 +87,7 @@ def test_merging_leaves_the_sources_as_they_were():
     """A configuration may be used again."""
     first = {"models": {"tiny": {"env": {"A": "1"}}}}
     load_config([first, {"models": {"tiny": {"env": {"B": "2"}}}}])
-    assert first == {"models": {"tiny": {"env": {"A": "1"}}}}
+    assert {"models": {"tiny": {"env": {"A": "1"}}}} == first
 
 
 def test_engine_arguments_come_through_as_they_are():
@@ -105,7 +105,7 @@ def test_env_is_replaced_by_a_variable(monkeypatch):
     monkeypatch.setenv("AGOGE_TEST_ROOT", "/data")
     arguments = {"model": "${env:AGOGE_TEST_ROOT}/m", "list": ["${env:AGOGE_TEST_ROOT}"]}
     config = load_config({"models": {"m": {"engine_args": arguments}}})
-    assert config.models["m"].engine_args == {"model": "/data/m", "list": ["/data"]}
+    assert {"model": "/data/m", "list": ["/data"]} == config.models["m"].engine_args
 
 
 def test_a_missing_variable_is_named_with_its_key(monkeypatch):
@@ -114,7 +114,7 @@ def test_a_missing_variable_is_named_with_its_key(monkeypatch):
     arguments = {"engine_args": {"paths": ["x", "${env:AGOGE_TEST_NOWHERE}"]}}
     with pytest.raises(ConfigError, match=r"no variable AGOGE_TEST_NOWHERE; set it") as caught:
         load_config({"models": {"m": arguments}})
-    assert caught.value.key == "models.m.engine_args.paths.1"
+    assert "models.m.engine_args.paths.1" == caught.value.key
 
 
 def test_here_is_the_folder_of_the_file(tmp_path):
@@ -128,7 +128,7 @@ def test_here_means_nothing_in_a_mapping():
     """It is refused, not guessed."""
     with pytest.raises(ConfigError, match="files only") as caught:
         load_config({"models": {"m": {"chat_template": "${here}/t.jinja"}}})
-    assert caught.value.key == "models.m.chat_template"
+    assert "models.m.chat_template" == caught.value.key
 
 
 # Faults
@@ -194,7 +194,7 @@ def test_a_configuration_without_models_is_refused(empty):
     """There would be nothing to ask."""
     with pytest.raises(ConfigError, match="models") as caught:
         load_config(empty)
-    assert caught.value.key == "models"
+    assert "models" == caught.value.key
 
 
 def test_broken_yaml_is_refused_with_line_and_column(tmp_path):
@@ -237,7 +237,7 @@ def test_a_missing_value_of_omegaconf_is_refused_with_its_key():
     node = OmegaConf.create({"models": {"tiny": {"num_workers": "???"}}})
     with pytest.raises(ConfigError, match="num_workers") as caught:
         load_config(node)
-    assert caught.value.key == "models.tiny.num_workers"
+    assert "models.tiny.num_workers" == caught.value.key
 
 
 # From a configuration to a router
@@ -249,8 +249,8 @@ def test_hydra_makes_a_router_that_is_not_started():
         {"_target_": "agoge_async.Router.from_config", "request_timeout_s": 5, **MODELS}
     )
     router = hydra.utils.instantiate(node)
-    assert repr(router) == "<Router ['tiny'] new>"
-    assert router.statistics().models["tiny"].backends["tiny/0"].state == "starting"
+    assert "<Router ['tiny'] new>" == repr(router)
+    assert "starting" == router.statistics().models["tiny"].backends["tiny/0"].state
 
 
 def test_hydra_can_change_a_preset():
@@ -263,13 +263,13 @@ def test_hydra_can_change_a_preset():
         }
     )
     router = hydra.utils.instantiate(node)
-    assert list(router.statistics().models["tiny"].backends) == ["tiny/0", "tiny/1"]
+    assert ["tiny/0", "tiny/1"] == list(router.statistics().models["tiny"].backends)
 
 
 def test_from_config_takes_what_load_config_takes(yaml_file):
     """A list of sources, and sections as keyword arguments."""
     router = Router.from_config([yaml_file, MODELS], models={"tiny": {"num_workers": 3}})
-    assert len(router.statistics().models["tiny"].backends) == 3
+    assert 3 == len(router.statistics().models["tiny"].backends)
 
 
 def test_a_router_of_a_configuration_says_how_to_start_it():
@@ -310,7 +310,7 @@ def test_what_this_machine_cannot_do_is_refused_with_its_key(monkeypatch, settin
 def test_each_replica_gets_a_name(monkeypatch):
     """Model and number, as in statistics and errors."""
     [pool] = pools_of(monkeypatch, "4,5", num_workers=2).values()
-    assert [backend.name for backend in pool.backends] == ["m/0", "m/1"]
+    assert ["m/0", "m/1"] == [backend.name for backend in pool.backends]
 
 
 def test_limits_of_a_configuration_are_those_of_the_pool(monkeypatch):

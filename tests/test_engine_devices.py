@@ -103,7 +103,7 @@ def test_lists_that_cannot_be_are_refused(lists, said):
     """The message names the key and the GPU."""
     with pytest.raises(ConfigError, match=rf"models\.m\.gpus.*{said}") as caught:
         assign_gpus({"m": lists}, {"m": 2}, {"m": 1}, 4)
-    assert caught.value.key == "models.m.gpus"
+    assert "models.m.gpus" == caught.value.key
 
 
 def test_two_models_cannot_be_given_one_gpu():
@@ -143,23 +143,23 @@ def test_cuda_visible_devices_limits_the_gpus(variable, expected):
 def test_an_engine_sees_its_own_gpus_only():
     """By the names that its parent sees them under."""
     environment = environment_of({"CUDA_VISIBLE_DEVICES": "5,7,GPU-a"}, gpus=[2, 0])
-    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,5"
+    assert "GPU-a,5" == environment["CUDA_VISIBLE_DEVICES"]
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment
 
 
 def test_variables_of_torchrun_are_left_out():
     """They would make vLLM join the trainer's group."""
     environment = environment_of(TORCHRUN | {"PATH": "/bin", "HF_HOME": "/hf"}, gpus=[])
-    assert {name for name in TORCHRUN if name in environment} == {"OMP_NUM_THREADS"}
-    assert (environment["PATH"], environment["HF_HOME"]) == ("/bin", "/hf")
+    assert {"OMP_NUM_THREADS"} == {name for name in TORCHRUN if name in environment}
+    assert ("/bin", "/hf") == (environment["PATH"], environment["HF_HOME"])
 
 
 def test_a_cpu_engine_gets_threads_and_is_bound_to_no_core():
     """vLLM would bind every engine to the same cores."""
     environment = environment_of({"OMP_NUM_THREADS": "1"}, num_threads=3)
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert "3" == environment["OMP_NUM_THREADS"]
+    assert "nobind" == environment["VLLM_CPU_OMP_THREADS_BIND"]
+    assert "" == environment["CUDA_VISIBLE_DEVICES"]
 
 
 def test_a_gpu_engine_does_not_get_the_trainers_threads():
@@ -173,26 +173,26 @@ def test_a_gpu_engine_does_not_get_the_trainers_threads():
 def test_a_users_binding_of_threads_is_kept():
     """Whoever sets it knows why."""
     environment = environment_of({"VLLM_CPU_OMP_THREADS_BIND": "0-3"})
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"
+    assert "0-3" == environment["VLLM_CPU_OMP_THREADS_BIND"]
 
 
 def test_variables_of_the_configuration_win():
     """Over the parent's and over ours."""
     extra = {"A": "config", "OMP_NUM_THREADS": "9", "RANK": "0"}
     environment = environment_of({"A": "parent", "B": "parent"}, extra=extra)
-    assert {name: environment[name] for name in ("A", "B", "OMP_NUM_THREADS", "RANK")} == {
+    assert {
         "A": "config",
         "B": "parent",
         "OMP_NUM_THREADS": "9",
         "RANK": "0",
-    }
+    } == {name: environment[name] for name in ("A", "B", "OMP_NUM_THREADS", "RANK")}
 
 
 def test_temporary_files_go_to_the_engines_own_folder():
     """It is removed with the engine; no statistics leave the machine."""
     environment = environment_of(work_dir="/tmp/agoge-abc")
-    assert {environment[name] for name in ("TMPDIR", "VLLM_RPC_BASE_PATH")} == {"/tmp/agoge-abc"}
-    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+    assert {"/tmp/agoge-abc"} == {environment[name] for name in ("TMPDIR", "VLLM_RPC_BASE_PATH")}
+    assert "1" == environment["VLLM_NO_USAGE_STATS"]
 
 
 @pytest.mark.parametrize("name", ["short", "deep" * 20])
@@ -211,7 +211,7 @@ def test_two_engines_have_different_folders():
     folders = [make_work_dir(), make_work_dir()]
     for folder in folders:
         Path(folder).rmdir()
-    assert len(set(folders)) == 2
+    assert 2 == len(set(folders))
 
 
 @given(st.dictionaries(st.text("ABC_", min_size=1), st.text(max_size=3)))

@@ -63,7 +63,7 @@ def test_an_error_survives_a_copy_with_all_it_holds(cls, duplicate):
     twin = duplicate(error)
     assert contents(error) == contents(twin)
     assert twin is not error
-    assert twin.__notes__ == ["a note"]
+    assert ["a note"] == twin.__notes__
 
 
 @pytest.mark.parametrize("cls", all_errors())
@@ -73,13 +73,13 @@ def test_a_note_on_a_copy_is_not_on_the_original(cls):
     error.add_note("of both")
     twin = copy.copy(error)
     twin.add_note("of the copy")
-    assert error.__notes__ == ["of both"]
+    assert ["of both"] == error.__notes__
 
 
 @pytest.mark.parametrize("cls", all_errors())
 def test_an_error_says_its_message(cls):
     """`str` of an error is what a user reads."""
-    assert str(make(cls)) == "what went wrong"
+    assert "what went wrong" == str(make(cls))
 
 
 def test_the_tree_in_the_documentation_is_the_tree():
@@ -93,7 +93,7 @@ def test_the_tree_in_the_documentation_is_the_tree():
             above = [d for d in path if d < depth]
             drawn[match["name"]] = path[max(above)] if above else None
     real = {cls.__name__: cls.__bases__[0].__name__ for cls in all_errors()}
-    assert drawn == real | {"AgogeError": None}
+    assert real | {"AgogeError": None} == drawn
 
 
 @pytest.mark.parametrize("cls", all_errors())
@@ -113,17 +113,17 @@ def test_a_request_timeout_is_a_timeout():
 def test_only_the_errors_of_one_engine_are_retryable():
     """Another replica may succeed where an engine died or failed a request."""
     retryable = {cls.__name__ for cls in all_errors() if cls.retryable}
-    assert retryable == {"EngineDiedError", "GenerationError"}
+    assert {"EngineDiedError", "GenerationError"} == retryable
 
 
 def test_an_engine_error_can_show_the_end_of_its_log():
     """As a note, which tracebacks print."""
     lines = [f"line {number}" for number in range(30)]
     error = EngineError("failed", backend="tiny/0", log_tail=lines).with_log_note(lines=2)
-    assert error.__notes__ == ["the engine's last lines:\n  line 28\n  line 29"]
+    assert ["the engine's last lines:\n  line 28\n  line 29"] == error.__notes__
 
 
 def test_an_engine_error_without_a_log_has_no_note():
     """Nothing was written: nothing is shown."""
     error = EngineError("failed", backend="tiny/0").with_log_note()
-    assert getattr(error, "__notes__", []) == []
+    assert [] == getattr(error, "__notes__", [])

@@ -54,7 +54,7 @@ async def test_a_handler_may_be_a_coroutine_function():
         return request.messages[0].content.upper()
 
     async with Router({"m": FakeBackend(answer)}) as router:
-        assert (await router.chat(ask("loud"))).text == "LOUD"
+        assert "LOUD" == (await router.chat(ask("loud"))).text
 
 
 async def test_a_handler_may_give_a_whole_response():
@@ -62,7 +62,7 @@ async def test_a_handler_may_give_a_whole_response():
     async with Router({"m": FakeBackend(lambda _: "x")}) as router:
         made = (await router.chat(ask())).model_copy(update={"id": "mine"})
     async with Router({"m": FakeBackend(lambda _: made)}) as router:
-        assert (await router.chat(ask())).id == "mine"
+        assert "mine" == (await router.chat(ask())).id
 
 
 @pytest.mark.parametrize("method", ["chat", "generate"])
@@ -85,11 +85,11 @@ async def test_n_answers_are_given():
     """All the same."""
     async with Router({"m": FakeBackend(lambda _: "x")}) as router:
         choices = (await router.chat(ask(n=3))).choices
-    assert [(choice.index, choice.message.content) for choice in choices] == [
+    assert [
         (0, "x"),
         (1, "x"),
         (2, "x"),
-    ]
+    ] == [(choice.index, choice.message.content) for choice in choices]
 
 
 async def test_token_ids_come_with_what_was_asked_for():
@@ -97,9 +97,9 @@ async def test_token_ids_come_with_what_was_asked_for():
     async with Router({"m": FakeBackend(lambda _: [7, 8])}) as router:
         response = await router.generate(ask_tokens(logprobs=0))
     [choice] = response.choices
-    assert (choice.token_ids, choice.logprobs) == ([7, 8], [0.0, 0.0])
-    assert [(span.version, span.start, span.end) for span in choice.policy_versions] == [(0, 0, 2)]
-    assert (response.usage.prompt_tokens, response.usage.total_tokens) == (3, 5)
+    assert ([7, 8], [0.0, 0.0]) == (choice.token_ids, choice.logprobs)
+    assert [(0, 0, 2)] == [(span.version, span.start, span.end) for span in choice.policy_versions]
+    assert (3, 5) == (response.usage.prompt_tokens, response.usage.total_tokens)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ async def test_scripted_answers_come_in_order():
     backend = FakeBackend.scripted(["a", BackendError("b", backend="fake"), "c"])
     async with Router({"m": backend}) as router:
         answers = await router.chat_many([ask()] * 4, max_concurrency=1, return_exceptions=True)
-    assert [getattr(answer, "text", "error") for answer in answers] == ["a", "error", "c", "c"]
+    assert ["a", "error", "c", "c"] == [getattr(answer, "text", "error") for answer in answers]
 
 
 async def test_requests_are_kept_in_order():
@@ -139,9 +139,9 @@ async def test_held_requests_wait_until_they_are_released():
             group.start_soon(router.chat, ask())
             await backend.wait_arrived(count)
         await anyio.wait_all_tasks_blocked()
-        assert backend.in_flight == 2
+        assert 2 == backend.in_flight
         backend.release()
-    assert (backend.in_flight, backend.peak_in_flight) == (0, 2)
+    assert (0, 2) == (backend.in_flight, backend.peak_in_flight)
 
 
 async def test_many_may_wait_for_arrivals():
@@ -155,7 +155,7 @@ async def test_many_may_wait_for_arrivals():
                 await anyio.wait_all_tasks_blocked()
                 await router.chat(ask())
                 await router.chat(ask())
-    assert len(backend.requests) == 2
+    assert 2 == len(backend.requests)
 
 
 async def test_it_can_fail_for_good():
@@ -173,13 +173,13 @@ async def test_a_stream_has_the_form_of_openais():
     async with Router({"m": FakeBackend(lambda _: "one two")}) as router:
         chunks = [chunk async for chunk in router.stream(ask(stream_options=options))]
     deltas = [(c.delta.role, c.delta.content, c.finish_reason) for k in chunks for c in k.choices]
-    assert deltas == [
+    assert [
         ("assistant", "", None),
         (None, "one", None),
         (None, " two", None),
         (None, None, "stop"),
-    ]
-    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 2)
+    ] == deltas
+    assert ([], 2) == (chunks[-1].choices, chunks[-1].usage.completion_tokens)
 
 
 def test_it_can_be_made_before_there_is_a_loop():
@@ -190,4 +190,4 @@ def test_it_can_be_made_before_there_is_a_loop():
         async with Router({"m": backend}) as router:
             return (await router.chat(ask())).text
 
-    assert anyio.run(use) == "x"
+    assert "x" == anyio.run(use)

@@ -22,6 +22,7 @@ LAYERS = [
     {"engine", "engine.*"},
     {"backends", "backends.*"},
     {"pool"},
+    {"dispatch"},
     {"launch"},
     {"router"},
     {"cli", "cli.*"},

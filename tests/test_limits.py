@@ -39,7 +39,7 @@ async def test_a_newcomer_does_not_overtake_a_waiter():
         await anyio.wait_all_tasks_blocked()
         slots.release()
         await take_turn(slots, 2, order)
-    assert order == [1, 2]
+    assert [1, 2] == order
 
 
 async def test_capacity_is_never_exceeded():
@@ -59,7 +59,7 @@ async def test_capacity_is_never_exceeded():
     async with anyio.create_task_group() as group:
         for _ in range(500):
             group.start_soon(hold)
-    assert (max(peaks), slots.in_use, slots.queued) == (7, 0, 0)
+    assert (7, 0, 0) == (max(peaks), slots.in_use, slots.queued)
 
 
 async def test_without_capacity_nobody_waits():
@@ -67,7 +67,7 @@ async def test_without_capacity_nobody_waits():
     slots = Slots("m")
     for _ in range(10_000):
         await slots.acquire()
-    assert (slots.in_use, slots.queued) == (10_000, 0)
+    assert (10_000, 0) == (slots.in_use, slots.queued)
 
 
 async def test_a_full_queue_refuses():
@@ -83,7 +83,7 @@ async def test_a_full_queue_refuses():
         ) as caught:
             await slots.acquire()
         group.cancel_scope.cancel()
-    assert (caught.value.model, caught.value.max_queued) == ("tiny", 2)
+    assert ("tiny", 2) == (caught.value.model, caught.value.max_queued)
 
 
 async def test_a_queue_of_zero_still_hands_out_free_slots():
@@ -95,7 +95,7 @@ async def test_a_queue_of_zero_still_hands_out_free_slots():
         await slots.acquire()
     slots.release()
     await slots.acquire()
-    assert slots.in_use == 2
+    assert 2 == slots.in_use
 
 
 async def test_a_waiter_that_gave_up_frees_its_place_in_the_queue():
@@ -107,9 +107,9 @@ async def test_a_waiter_that_gave_up_frees_its_place_in_the_queue():
     async with anyio.create_task_group() as group:
         group.start_soon(slots.acquire)
         await anyio.wait_all_tasks_blocked()
-        assert slots.queued == 1
+        assert 1 == slots.queued
         slots.release()
-    assert (slots.in_use, slots.queued) == (1, 0)
+    assert (1, 0) == (slots.in_use, slots.queued)
 
 
 async def hold_when_told(slots: Slots, done: anyio.Event, scopes: list[anyio.CancelScope]) -> None:
@@ -137,13 +137,13 @@ async def test_cancelling_half_of_the_waiters_leaves_exactly_the_capacity(seed):
             if number % 50 == 0:
                 await asyncio.sleep(0)
         await anyio.wait_all_tasks_blocked()
-        assert (slots.in_use, slots.queued) == (10, 490)
+        assert (10, 490) == (slots.in_use, slots.queued)
         done.set()
     await assert_capacity_is(slots, 10)
 
 
 async def assert_capacity_is(slots: Slots, capacity: int) -> None:
-    assert (slots.in_use, slots.queued) == (0, 0)
+    assert (0, 0) == (slots.in_use, slots.queued)
     for _ in range(capacity):
         with anyio.fail_after(1):
             await slots.acquire()
@@ -160,7 +160,7 @@ async def test_a_slot_handed_to_a_waiter_that_is_cancelled_goes_on():
     slots.release()
     tasks[0].cancel()
     await asyncio.wait(tasks)
-    assert (tasks[0].cancelled(), tasks[1].exception(), slots.in_use) == (True, None, 1)
+    assert (True, None, 1) == (tasks[0].cancelled(), tasks[1].exception(), slots.in_use)
 
 
 def test_slots_can_be_made_before_there_is_a_loop():
@@ -174,4 +174,4 @@ def test_slots_can_be_made_before_there_is_a_loop():
         slots.release()
         return slots.in_use
 
-    assert anyio.run(use) == 0
+    assert 0 == anyio.run(use)

@@ -111,7 +111,7 @@ def test_what_a_model_said_may_hold_a_nul():
     """Byte-level models do say it: an answer that can't be read would be lost."""
     message = AssistantMessage.model_validate_json(r'{"content": "a\u0000b"}')
     [again] = Chat(messages=[message]).messages
-    assert again.content == "a\0b"
+    assert "a\0b" == again.content
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_text_that_has_no_utf8_form_is_refused_in_tool_calls(call):
 def test_arguments_of_a_call_need_not_be_json():
     """A model may write what it likes; the caller reads it."""
     call = ToolCall(id="1", function={"name": "f", "arguments": "{broken"})
-    assert call.function.arguments == "{broken"
+    assert "{broken" == call.function.arguments
 
 
 @pytest.mark.parametrize("name", ["", "has space", "a" * 65, "semi;colon", "a\n"])

@@ -42,8 +42,8 @@ async def test_a_choice_is_counted_until_it_is_released():
     during = pool.statistics().backends["a"]
     pool.release(replica)
     after = pool.statistics().backends["a"]
-    assert (during.in_flight, during.attempts) == (1, 1)
-    assert (after.in_flight, after.attempts) == (0, 1)
+    assert (1, 1) == (during.in_flight, during.attempts)
+    assert (0, 1) == (after.in_flight, after.attempts)
 
 
 async def test_the_idlest_replica_is_chosen_by_default():
@@ -52,7 +52,7 @@ async def test_the_idlest_replica_is_chosen_by_default():
     held = [await pool.choose(ANYBODY, ()) for _ in range(3)]
     pool.release(held[1])
     again = await pool.choose(ANYBODY, ())
-    assert len({replica.backend.name for replica in held}) == 3
+    assert 3 == len({replica.backend.name for replica in held})
     assert held[1] is again
 
 
@@ -61,14 +61,14 @@ async def test_the_policy_chooses_among_those_that_serve():
     pool, backends = make("a", "b", "c", policy=RoundRobin())
     backends[1].become("restarting")
     names = [(await pool.choose(ANYBODY, ())).backend.name for _ in range(4)]
-    assert names == ["a", "c", "a", "c"]
+    assert ["a", "c", "a", "c"] == names
 
 
 async def test_excluded_replicas_are_not_chosen():
     """A request doesn't go where it has failed."""
     pool, _ = make("a", "b")
     names = {(await pool.choose(ANYBODY, {"a"})).backend.name for _ in range(4)}
-    assert names == {"b"}
+    assert {"b"} == names
 
 
 async def test_a_session_sticks_through_the_pool():
@@ -76,7 +76,7 @@ async def test_a_session_sticks_through_the_pool():
     pool, _ = make("a", "b", policy=StickySession())
     context = RoutingContext(session_id="s")
     homes = {(await pool.choose(context, ())).backend.name for _ in range(6)}
-    assert len(homes) == 1
+    assert 1 == len(homes)
 
 
 async def test_choosing_waits_for_a_replica_that_starts():
@@ -91,7 +91,7 @@ async def test_choosing_waits_for_a_replica_that_starts():
 
         group.start_soon(choose)
         await anyio.wait_all_tasks_blocked()
-        assert chosen == []
+        assert [] == chosen
         backend.become("serving")
     assert chosen[0].backend is backend
 
@@ -107,7 +107,7 @@ async def test_all_who_wait_go_on_when_a_replica_serves():
         backend.become("restarting", restarts=1)  # a change, but not the one they wait for
         await anyio.wait_all_tasks_blocked()
         backend.become("serving")
-    assert pool.statistics().backends["a"].in_flight == 100
+    assert 100 == pool.statistics().backends["a"].in_flight
 
 
 async def test_a_cancelled_wait_for_a_replica_counts_nothing():
@@ -116,7 +116,7 @@ async def test_a_cancelled_wait_for_a_replica_counts_nothing():
     with anyio.move_on_after(0):
         await pool.choose(ANYBODY, ())
     statistics = pool.statistics().backends["a"]
-    assert (statistics.in_flight, statistics.attempts) == (0, 0)
+    assert (0, 0) == (statistics.in_flight, statistics.attempts)
 
 
 async def test_no_replica_left_is_an_error():
@@ -126,7 +126,7 @@ async def test_no_replica_left_is_an_error():
     second.become("closed")
     with pytest.raises(NoReplicaError, match=r"a failed \(out of memory\); b closed") as caught:
         await pool.choose(ANYBODY, ())
-    assert caught.value.backend == "m"
+    assert "m" == caught.value.backend
 
 
 async def test_a_wait_ends_when_the_last_hope_fails():
@@ -152,7 +152,7 @@ def test_has_other_counts_those_that_serve():
     pool, (_, second) = make("a", "b")
     before = pool.has_other({"a"}), pool.has_other({"a", "b"})
     second.become("failed")
-    assert (*before, pool.has_other({"a"})) == (True, False, False)
+    assert (True, False, False) == (*before, pool.has_other({"a"}))
 
 
 @pytest.mark.parametrize(
@@ -174,4 +174,4 @@ def test_statistics_tell_state_restarts_and_error():
     pool, (backend,) = make("a")
     backend.become("restarting", NoReplicaError("it died", backend="a"), restarts=2)
     statistics = pool.statistics().backends["a"]
-    assert (statistics.state, statistics.restarts, statistics.error) == ("restarting", 2, "it died")
+    assert ("restarting", 2, "it died") == (statistics.state, statistics.restarts, statistics.error)

@@ -89,7 +89,7 @@ def test_a_bad_value_is_refused_with_its_field_and_value(field, value, said):
     with pytest.raises(InvalidRequestError) as caught:
         ask(**{field: value})
     missing = [text for text in ["InferenceRequest", field, *said] if text not in str(caught.value)]
-    assert missing == []
+    assert [] == missing
     assert caught.value.parameter == field
 
 
@@ -179,10 +179,10 @@ def test_all_faults_are_told_at_once():
     """One round of corrections is enough."""
     with pytest.raises(InvalidRequestError) as caught:
         ask(n=0, temperature=-1, frobnicate=2)
-    assert [
+    assert ["n:", "temperature:", "'frobnicate'"] == [
         part.split()[-1] if "unknown" in part else part.split()[0]
         for part in str(caught.value).removeprefix("InferenceRequest: ").split("; ")
-    ] == ["n:", "temperature:", "'frobnicate'"]
+    ]
 
 
 def test_what_is_required_is_named():
@@ -221,11 +221,11 @@ def test_a_history_may_mix_forms():
     """Ours, mappings and OpenAI's objects in one list."""
     theirs = ChatCompletionMessage(role="assistant", content="4")
     request = ask(messages=[SystemMessage(content="s"), {"role": "user", "content": "u"}, theirs])
-    assert request.wire()["messages"] == [
+    assert [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "4"},
-    ]
+    ] == request.wire()["messages"]
 
 
 CALLS = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}]
@@ -282,7 +282,7 @@ def test_max_completion_tokens_is_max_tokens():
         ask(max_completion_tokens=5),
         ask(max_tokens=5, max_completion_tokens=5),
     ]
-    assert [request.wire()["max_tokens"] for request in requests] == [5, 5, 5]
+    assert [5, 5, 5] == [request.wire()["max_tokens"] for request in requests]
     assert not any("max_completion_tokens" in request.wire() for request in requests)
 
 
@@ -305,23 +305,23 @@ def test_has_images_sees_images_only():
 
 def test_only_what_is_set_is_sent():
     """The model's own defaults stay its own."""
-    assert ask().wire() == {"messages": [{"role": "user", "content": "hi"}]}
+    assert {"messages": [{"role": "user", "content": "hi"}]} == ask().wire()
 
 
 def test_routing_fields_are_not_sent():
     """The engine needs to know of none of them."""
     request = ask(session_id="s", group_id="g", timeout_s=1, temperature=0)
-    assert request.wire() == {
+    assert {
         "messages": [{"role": "user", "content": "hi"}],
         "temperature": 0,
-    }
+    } == request.wire()
 
 
 def test_what_is_sent_has_the_names_of_the_api():
     """`json` and `schema`, where Python has other names."""
     structured = ask(structured_outputs=StructuredOutputs(json_schema={"type": "object"}))
     formatted = ask(response_format={"type": "json_schema", "json_schema": SCHEMA})
-    assert structured.wire()["structured_outputs"] == {"json": {"type": "object"}}
+    assert {"json": {"type": "object"}} == structured.wire()["structured_outputs"]
     assert formatted.wire()["response_format"]["json_schema"] == SCHEMA
 
 
@@ -330,19 +330,19 @@ def test_nulls_inside_schemas_and_template_variables_are_sent():
     schema = {"properties": {"x": {"default": None}}}
     wired = ask(tools=[tool(parameters=schema)], chat_template_kwargs={"tools": None}).wire()
     assert wired["tools"][0]["function"]["parameters"] == schema
-    assert wired["chat_template_kwargs"] == {"tools": None}
+    assert {"tools": None} == wired["chat_template_kwargs"]
 
 
 def test_a_token_request_is_sent_whole():
     """Ids and sampling parameters."""
     request = ask_tokens(logprobs=0, detokenize=False, stop_token_ids=[7], n=2)
-    assert request.wire() == {
+    assert {
         "prompt_token_ids": [1, 2],
         "logprobs": 0,
         "detokenize": False,
         "stop_token_ids": [7],
         "n": 2,
-    }
+    } == request.wire()
 
 
 plain_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))

@@ -70,8 +70,8 @@ def test_tool_calls_and_logprobs_are_read_by_openais_class():
         ChatCompletion.model_validate(RESPONSES[name].model_dump()).choices[0]
         for name in ("tool calls", "logprobs")
     )
-    assert calls.message.tool_calls[0].function.arguments == '{"x": 1}'
-    assert logprobs.logprobs.content[0].top_logprobs[0].logprob == -2.5
+    assert '{"x": 1}' == calls.message.tool_calls[0].function.arguments
+    assert -2.5 == logprobs.logprobs.content[0].top_logprobs[0].logprob
 
 
 @pytest.mark.parametrize("name", RESPONSES)
@@ -111,27 +111,27 @@ def test_a_chunk_is_a_chat_completion_chunk(name, exclude_none):
 
 def test_text_is_that_of_the_first_choice():
     """The short way to the answer."""
-    assert RESPONSES["n=2"].text == "4"
-    assert RESPONSES["tool calls"].text == ""
+    assert "4" == RESPONSES["n=2"].text
+    assert "" == RESPONSES["tool calls"].text
 
 
 def test_text_of_a_chunk_is_that_of_the_first_choice():
     """Pieces of other choices add nothing to it."""
     texts = [CHUNKS[name].text for name in ("role", "text of choice 1", "logprobs", "usage")]
-    assert texts == ["", "", "4", ""]
+    assert ["", "", "4", ""] == texts
 
 
 def test_an_answer_with_a_nul_can_be_read():
     """Models do say it."""
     ours = InferenceResponse.model_validate_json(response(said("x")).model_dump_json())
     body = ours.model_dump_json().replace('"x"', r'"a\u0000"')
-    assert InferenceResponse.model_validate_json(body).text == "a\0"
+    assert "a\0" == InferenceResponse.model_validate_json(body).text
 
 
 def test_fields_that_a_backend_adds_are_kept():
     """Nothing that was said is lost."""
     ours = response(said("4"), service_tier="fast")
-    assert ours.model_dump()["service_tier"] == "fast"
+    assert "fast" == ours.model_dump()["service_tier"]
 
 
 def test_a_token_response_survives_json():

@@ -162,8 +162,8 @@ async def test_chat_gives_the_answer_of_the_backend():
     """The text comes back, with who answered, at which attempt, and how long it took."""
     async with Router({"m": FakeBackend(echo)}) as router:
         response = await router.chat(ask("hello"))
-    assert response.text == "you said: hello"
-    assert (response.backend, response.attempts) == ("fake", 1)
+    assert "you said: hello" == response.text
+    assert ("fake", 1) == (response.backend, response.attempts)
     assert 0 <= response.timings.waiting_s <= response.timings.total_s
 
 
@@ -172,8 +172,8 @@ async def test_generate_gives_token_ids():
     backend = FakeBackend(lambda request: [token + 1 for token in request.prompt_token_ids])
     async with Router({"m": backend}) as router:
         response = await router.generate(TokenRequest(model="m", prompt_token_ids=[1, 2], n=2))
-    assert [choice.token_ids for choice in response.choices] == [[2, 3], [2, 3]]
-    assert (response.backend, response.attempts) == ("fake", 1)
+    assert [[2, 3], [2, 3]] == [choice.token_ids for choice in response.choices]
+    assert ("fake", 1) == (response.backend, response.attempts)
 
 
 async def test_each_model_has_its_own_backend():
@@ -181,7 +181,7 @@ async def test_each_model_has_its_own_backend():
     models = {name: FakeBackend(lambda _, name=name: f"I am {name}") for name in ("a", "b")}
     async with Router(models) as router:
         answer = await router.chat(InferenceRequest(model="b", messages="who?"))
-    assert (answer.text, router.models) == ("I am b", ["a", "b"])
+    assert ("I am b", ["a", "b"]) == (answer.text, router.models)
 
 
 async def test_the_backend_gets_the_request_as_it_was_made():
@@ -214,7 +214,7 @@ async def test_requests_spread_over_replicas():
         for _ in range(8):
             group.start_soon(router.chat, ask())
         await anyio.wait_all_tasks_blocked()
-        assert [backend.in_flight for backend in backends] == [4, 4]
+        assert [4, 4] == [backend.in_flight for backend in backends]
         for backend in backends:
             backend.release()
     assert is_idle(router)
@@ -230,7 +230,7 @@ async def test_a_backend_error_reaches_the_caller():
         with pytest.raises(BackendError) as caught:
             await router.chat(ask())
     assert error is caught.value
-    assert (outcomes(router), is_idle(router)) == ({Outcome.FAILED: 1}, True)
+    assert ({Outcome.FAILED: 1}, True) == (outcomes(router), is_idle(router))
 
 
 async def test_a_bug_in_a_backend_reaches_the_caller():
@@ -238,7 +238,7 @@ async def test_a_bug_in_a_backend_reaches_the_caller():
     async with Router({"m": FakeBackend(lambda _: 1 / 0)}) as router:
         with pytest.raises(ZeroDivisionError):
             await router.chat(ask())
-    assert (outcomes(router), is_idle(router)) == ({Outcome.FAILED: 1}, True)
+    assert ({Outcome.FAILED: 1}, True) == (outcomes(router), is_idle(router))
 
 
 async def test_a_retryable_failure_goes_to_another_replica():
@@ -247,8 +247,8 @@ async def test_a_retryable_failure_goes_to_another_replica():
     pool = Pool("m", backends, policy=RoundRobin())
     async with Router({"m": pool}) as router:
         response = await router.chat(ask("x"))
-    assert (response.text, response.backend, response.attempts) == ("you said: x", "b", 2)
-    assert (outcomes(router), is_idle(router)) == ({Outcome.OK: 1}, True)
+    assert ("you said: x", "b", 2) == (response.text, response.backend, response.attempts)
+    assert ({Outcome.OK: 1}, True) == (outcomes(router), is_idle(router))
 
 
 async def test_the_last_error_tells_where_the_request_has_been():
@@ -258,8 +258,8 @@ async def test_the_last_error_tells_where_the_request_has_been():
     async with Router({"m": Pool("m", backends, policy=RoundRobin())}) as router:
         with pytest.raises(EngineDiedError) as caught:
             await router.chat(ask())
-    assert caught.value.__notes__ == ["after 3 attempts, on a, b, c"]
-    assert [len(backend.requests) for backend in backends] == [1, 1, 1]
+    assert ["after 3 attempts, on a, b, c"] == caught.value.__notes__
+    assert [1, 1, 1] == [len(backend.requests) for backend in backends]
 
 
 async def test_an_error_of_the_only_replica_has_no_note():
@@ -267,7 +267,7 @@ async def test_an_error_of_the_only_replica_has_no_note():
     async with Router({"m": FakeBackend(lambda _: died())}) as router:
         with pytest.raises(EngineDiedError) as caught:
             await router.chat(ask())
-    assert getattr(caught.value, "__notes__", []) == []
+    assert [] == getattr(caught.value, "__notes__", [])
 
 
 async def test_max_attempts_limits_the_replicas_tried():
@@ -276,7 +276,7 @@ async def test_max_attempts_limits_the_replicas_tried():
     async with Router({"m": backends}, max_attempts=2) as router:
         with pytest.raises(EngineDiedError):
             await router.chat(ask())
-    assert sum(len(backend.requests) for backend in backends) == 2
+    assert 2 == sum(len(backend.requests) for backend in backends)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ async def test_an_error_that_is_not_retryable_is_not_retried(error):
     async with Router({"m": backends}) as router:
         with pytest.raises(type(error)):
             await router.chat(ask())
-    assert sum(len(backend.requests) for backend in backends) == 1
+    assert 1 == sum(len(backend.requests) for backend in backends)
 
 
 async def test_when_all_replicas_are_down_for_good_requests_fail_at_once():
@@ -308,7 +308,7 @@ async def test_when_all_replicas_are_down_for_good_requests_fail_at_once():
             NoReplicaError, match=r"no replica of m .*a failed \(engine a died\); b failed"
         ) as caught:
             await router.chat(ask())
-    assert (caught.value.backend, is_idle(router)) == ("m", True)
+    assert ("m", True) == (caught.value.backend, is_idle(router))
 
 
 async def test_a_request_waits_for_a_replica_that_restarts():
@@ -318,10 +318,10 @@ async def test_a_request_waits_for_a_replica_that_restarts():
     async with Router({"m": backend}) as router, anyio.create_task_group() as group:
         backend.set_state("restarting", died())
         result = await start_request(group, router)
-        assert (backend.requests, router.statistics().open_requests) == ([], 1)
+        assert ([], 1) == (backend.requests, router.statistics().open_requests)
         backend.set_state("serving")
         response = await result
-    assert (response.text, response.attempts) == ("you said: hi", 1)
+    assert ("you said: hi", 1) == (response.text, response.attempts)
 
 
 async def test_a_request_that_waits_for_a_restart_fails_when_that_fails():
@@ -344,7 +344,7 @@ async def test_a_request_skips_a_replica_that_restarts():
     async with Router({"m": [backend, FakeBackend(echo, name="b")]}) as router:
         backend.set_state("restarting")
         answers = [(await router.chat(ask())).backend for _ in range(3)]
-    assert answers == ["b"] * 3
+    assert ["b"] * 3 == answers
 
 
 # Requests that no backend sees
@@ -356,11 +356,11 @@ async def test_an_unknown_model_is_refused_with_the_nearest_names():
     async with Router({"judge": backend, "policy": backend.__class__(echo)}) as router:
         with pytest.raises(UnknownModelError, match=r"'jugde'.*did you mean 'judge'") as caught:
             await router.chat(InferenceRequest(model="jugde", messages="hi"))
-    assert (
+    assert ("jugde", ("judge", "policy"), "model") == (
         caught.value.model,
         caught.value.known,
         caught.value.parameter,
-    ) == ("jugde", ("judge", "policy"), "model")
+    )
 
 
 async def test_an_unknown_model_without_a_near_one_is_refused_with_all_names():
@@ -393,7 +393,7 @@ async def test_what_a_backend_cannot_do_is_refused_before_it_is_sent(
         with pytest.raises(UnsupportedError) as caught:
             await answer(router, request)
     assert (capability, parameter) == (caught.value.capability, caught.value.parameter)
-    assert (backend.requests, outcomes(router)) == ([], {Outcome.INVALID: 1})
+    assert ([], {Outcome.INVALID: 1}) == (backend.requests, outcomes(router))
 
 
 async def test_token_ids_are_refused_where_only_text_is_taken():
@@ -402,7 +402,7 @@ async def test_token_ids_are_refused_where_only_text_is_taken():
     async with Router({"m": backend}) as router:
         with pytest.raises(UnsupportedError) as caught:
             await router.generate(TokenRequest(model="m", prompt_token_ids=[1]))
-    assert (caught.value.capability, backend.requests) == ("token_ids", [])
+    assert ("token_ids", []) == (caught.value.capability, backend.requests)
 
 
 async def test_a_full_queue_refuses_at_once():
@@ -430,8 +430,8 @@ async def test_a_deadline_ends_a_request():
     async with Router({"m": backend}) as router:
         with pytest.raises(RequestTimeoutError, match=r"0\.05 s .*with fake, attempt 1") as caught:
             await router.chat(ask(timeout_s=0.05))
-        assert (backend.in_flight, is_idle(router)) == (0, True)
-    assert (caught.value.timeout_s, outcomes(router)) == (0.05, {Outcome.TIMED_OUT: 1})
+        assert (0, True) == (backend.in_flight, is_idle(router))
+    assert (0.05, {Outcome.TIMED_OUT: 1}) == (caught.value.timeout_s, outcomes(router))
 
 
 async def test_the_default_deadline_is_the_routers():
@@ -453,8 +453,8 @@ async def test_a_deadline_covers_the_wait_for_a_slot():
         with pytest.raises(RequestTimeoutError, match="waiting for a slot or a replica"):
             await router.chat(ask(timeout_s=0.05))
         backend.release()
-        assert (await first).text == "you said: hi"
-    assert (outcomes(router), is_idle(router)) == ({Outcome.OK: 1, Outcome.TIMED_OUT: 1}, True)
+        assert "you said: hi" == (await first).text
+    assert ({Outcome.OK: 1, Outcome.TIMED_OUT: 1}, True) == (outcomes(router), is_idle(router))
 
 
 async def test_a_deadline_covers_all_attempts():
@@ -468,7 +468,7 @@ async def test_a_deadline_covers_all_attempts():
     async with Router({"m": backends}, max_attempts=100) as router:
         with pytest.raises(RequestTimeoutError):
             await router.chat(ask(timeout_s=0.25))
-    assert sum(len(backend.requests) for backend in backends) == 3
+    assert 3 == sum(len(backend.requests) for backend in backends)
 
 
 async def test_a_deadline_covers_a_whole_stream():
@@ -478,8 +478,8 @@ async def test_a_deadline_covers_a_whole_stream():
         chunks = []
         with pytest.raises(RequestTimeoutError):
             await read_stream(router, ask(timeout_s=0.05), chunks)
-        assert (len(chunks), backend.closed_streams, is_idle(router)) == (3, 1, True)
-    assert outcomes(router) == {Outcome.TIMED_OUT: 1}
+        assert (3, 1, True) == (len(chunks), backend.closed_streams, is_idle(router))
+    assert {Outcome.TIMED_OUT: 1} == outcomes(router)
 
 
 async def test_a_cancelled_caller_frees_its_slot():
@@ -491,10 +491,10 @@ async def test_a_cancelled_caller_frees_its_slot():
         async with anyio.create_task_group() as group:
             await start_request(group, router)
             group.cancel_scope.cancel()
-        assert (backend.in_flight, is_idle(router)) == (0, True)
+        assert (0, True) == (backend.in_flight, is_idle(router))
         backend.release()
         await router.chat(ask())
-    assert outcomes(router) == {Outcome.CANCELLED: 1, Outcome.OK: 1}
+    assert {Outcome.CANCELLED: 1, Outcome.OK: 1} == outcomes(router)
 
 
 async def test_a_native_cancellation_of_the_caller_passes_through():
@@ -506,7 +506,7 @@ async def test_a_native_cancellation_of_the_caller_passes_through():
         await backend.wait_arrived(1)
         task.cancel()
         await asyncio.wait([task])
-    assert (task.cancelled(), outcomes(router)) == (True, {Outcome.CANCELLED: 1})
+    assert (True, {Outcome.CANCELLED: 1}) == (task.cancelled(), outcomes(router))
 
 
 async def test_a_callers_own_timeout_is_a_cancellation():
@@ -516,7 +516,7 @@ async def test_a_callers_own_timeout_is_a_cancellation():
     async with Router({"m": backend}) as router:
         with anyio.move_on_after(0.05) as scope:
             await router.chat(ask())
-    assert (scope.cancelled_caught, outcomes(router)) == (True, {Outcome.CANCELLED: 1})
+    assert (True, {Outcome.CANCELLED: 1}) == (scope.cancelled_caught, outcomes(router))
 
 
 # Streams
@@ -526,7 +526,7 @@ async def test_the_chunks_of_a_stream_make_the_answer():
     """Their text is the whole text, in order."""
     async with Router({"m": FakeBackend(lambda _: "one  two\nthree ")}) as router:
         text = "".join([chunk.text async for chunk in router.stream(ask())])
-    assert text == "one  two\nthree "
+    assert "one  two\nthree " == text
 
 
 def without_times(response) -> dict:
@@ -587,9 +587,9 @@ async def test_closing_a_stream_early_aborts_it():
         async with contextlib.aclosing(router.stream(ask())) as stream:
             async for _ in stream:
                 break
-        assert (backend.closed_streams, is_idle(router)) == (1, True)
+        assert (1, True) == (backend.closed_streams, is_idle(router))
         assert stream.response is None
-    assert outcomes(router) == {Outcome.CANCELLED: 1}
+    assert {Outcome.CANCELLED: 1} == outcomes(router)
 
 
 async def test_leaving_a_stream_early_aborts_it():
@@ -600,7 +600,7 @@ async def test_leaving_a_stream_early_aborts_it():
             break
         gc.collect()
         await anyio.wait_all_tasks_blocked()
-        assert (backend.closed_streams, is_idle(router)) == (1, True)
+        assert (1, True) == (backend.closed_streams, is_idle(router))
 
 
 async def test_a_cancelled_reader_of_a_stream_aborts_it():
@@ -612,7 +612,7 @@ async def test_a_cancelled_reader_of_a_stream_aborts_it():
             async with contextlib.aclosing(router.stream(ask())) as stream:
                 async for chunk in stream:
                     chunks.append(chunk)  # noqa: PERF401
-        assert (len(chunks), backend.closed_streams, is_idle(router)) == (2, 1, True)
+        assert (2, 1, True) == (len(chunks), backend.closed_streams, is_idle(router))
 
 
 async def test_a_stream_that_fails_before_its_first_chunk_goes_to_another_replica():
@@ -621,8 +621,8 @@ async def test_a_stream_that_fails_before_its_first_chunk_goes_to_another_replic
     async with Router({"m": Pool("m", backends, policy=RoundRobin())}) as router:
         stream = router.stream(ask())
         text = "".join([chunk.text async for chunk in stream])
-    assert (text, stream.response.backend, stream.response.attempts) == ("you said: hi", "b", 2)
-    assert (backends[0].closed_streams, is_idle(router)) == (1, True)
+    assert ("you said: hi", "b", 2) == (text, stream.response.backend, stream.response.attempts)
+    assert (1, True) == (backends[0].closed_streams, is_idle(router))
 
 
 async def test_a_stream_that_fails_later_fails():
@@ -633,7 +633,7 @@ async def test_a_stream_that_fails_later_fails():
         with pytest.raises(EngineDiedError):
             await read_stream(router, ask(), chunks)
         assert is_idle(router)
-    assert (len(chunks), backends[1].requests, outcomes(router)) == (2, [], {Outcome.FAILED: 1})
+    assert (2, [], {Outcome.FAILED: 1}) == (len(chunks), backends[1].requests, outcomes(router))
 
 
 async def test_a_stream_holds_its_slot_until_its_end():
@@ -644,11 +644,11 @@ async def test_a_stream_holds_its_slot_until_its_end():
         chunks = aiter(router.stream(ask()))
         await anext(chunks)
         other = await start_request(group, router)
-        assert len(backend.requests) == 1
+        assert 1 == len(backend.requests)
         async for _ in chunks:
             pass
         await other
-    assert len(backend.requests) == 2
+    assert 2 == len(backend.requests)
 
 
 # Many at once
@@ -671,7 +671,7 @@ async def test_chat_many_keeps_the_order():
 async def test_chat_many_of_nothing_gives_nothing():
     """An empty batch is no error."""
     async with Router({"m": FakeBackend(echo)}) as router:
-        assert await router.chat_many([]) == []
+        assert [] == await router.chat_many([])
 
 
 def fail_odd(request):
@@ -686,8 +686,8 @@ async def test_chat_many_can_give_errors_in_place():
             [ask(str(number)) for number in range(6)], return_exceptions=True
         )
     kinds = [type(answer).__name__ for answer in answers]
-    assert kinds == ["InferenceResponse", "GenerationError"] * 3
-    assert [str(answer) for answer in answers[1::2]] == ["1", "3", "5"]
+    assert ["InferenceResponse", "GenerationError"] * 3 == kinds
+    assert ["1", "3", "5"] == [str(answer) for answer in answers[1::2]]
 
 
 async def test_the_first_error_of_chat_many_aborts_the_rest():
@@ -702,7 +702,7 @@ async def test_the_first_error_of_chat_many_aborts_the_rest():
     async with Router({"m": backend}) as router:
         with pytest.raises(GenerationError, match="bad"), anyio.fail_after(5):
             await router.chat_many([ask(), ask("bad"), *[ask()] * 8])
-        assert (backend.in_flight, is_idle(router)) == (0, True)
+        assert (0, True) == (backend.in_flight, is_idle(router))
 
 
 @pytest.mark.parametrize("return_exceptions", [False, True])
@@ -725,7 +725,7 @@ async def test_chat_many_keeps_to_max_concurrency():
     backend = FakeBackend(answer)
     async with Router({"m": backend}) as router:
         await router.chat_many([ask()] * 100, max_concurrency=7)
-    assert (len(backend.requests), backend.peak_in_flight) == (100, 7)
+    assert (100, 7) == (len(backend.requests), backend.peak_in_flight)
 
 
 @pytest.mark.parametrize("max_concurrency", [0, -1])
@@ -743,7 +743,7 @@ async def test_a_cancelled_chat_many_leaves_nothing_running():
     async with Router({"m": backend}) as router:
         with anyio.move_on_after(0.05):
             await router.chat_many([ask()] * 10)
-        assert (len(backend.requests), backend.in_flight, is_idle(router)) == (10, 0, True)
+        assert (10, 0, True) == (len(backend.requests), backend.in_flight, is_idle(router))
 
 
 async def test_as_completed_gives_answers_as_they_come():
@@ -761,7 +761,7 @@ async def test_as_completed_gives_answers_as_they_come():
         async for index, response in router.chat_as_completed([ask(str(n)) for n in range(3)]):
             seen.append((index, response.text))
             gates[{2: 0, 0: 1, 1: 1}[index]].set()
-    assert seen == [(2, "2"), (0, "0"), (1, "1")]
+    assert [(2, "2"), (0, "0"), (1, "1")] == seen
 
 
 async def test_as_completed_gives_errors_as_values():
@@ -769,12 +769,12 @@ async def test_as_completed_gives_errors_as_values():
     async with Router({"m": FakeBackend(fail_odd)}) as router:
         requests = [ask(str(number)) for number in range(4)]
         results = {i: type(a).__name__ async for i, a in router.chat_as_completed(requests)}
-    assert results == {
+    assert {
         0: "InferenceResponse",
         1: "GenerationError",
         2: "InferenceResponse",
         3: "GenerationError",
-    }
+    } == results
 
 
 async def test_leaving_as_completed_early_aborts_the_rest():
@@ -790,10 +790,10 @@ async def test_leaving_as_completed_early_aborts_the_rest():
         completed = router.chat_as_completed([ask(), ask("quick"), ask()])
         async with contextlib.aclosing(completed):
             async for index, _ in completed:
-                assert index == 1
+                assert 1 == index
                 break
-        assert (backend.in_flight, is_idle(router)) == (0, True)
-    assert outcomes(router) == {Outcome.OK: 1, Outcome.CANCELLED: 2}
+        assert (0, True) == (backend.in_flight, is_idle(router))
+    assert {Outcome.OK: 1, Outcome.CANCELLED: 2} == outcomes(router)
 
 
 # Life cycle
@@ -826,7 +826,7 @@ async def test_a_router_starts_once():
     async with router:
         with pytest.raises(RouterClosedError, match=r"open.*make a new one"):
             await router.start()
-        assert (await router.chat(ask())).text == "you said: hi"
+        assert "you said: hi" == (await router.chat(ask())).text
     with pytest.raises(RouterClosedError, match=r"closed.*make a new one"):
         await router.start()
 
@@ -839,7 +839,7 @@ async def test_closing_twice_is_no_error():
         group.start_soon(router.aclose)
         group.start_soon(router.aclose)
     await router.aclose()
-    assert repr(router) == "<Router ['m'] closed>"
+    assert "<Router ['m'] closed>" == repr(router)
 
 
 async def test_closing_a_router_that_never_started_is_no_error():
@@ -862,7 +862,7 @@ async def test_start_waits_for_every_backend():
         late.may_start.set()
     response = await router.chat(InferenceRequest(model="late", messages="hi"))
     await router.aclose()
-    assert response.text == "you said: hi"
+    assert "you said: hi" == response.text
 
 
 async def test_closing_while_it_starts_ends_the_start():
@@ -880,7 +880,7 @@ async def test_closing_while_it_starts_ends_the_start():
         group.start_soon(start)
         await anyio.wait_all_tasks_blocked()
         await router.aclose()
-    assert (len(errors), repr(router)) == (1, "<Router ['m'] closed>")
+    assert (1, "<Router ['m'] closed>") == (len(errors), repr(router))
 
 
 async def test_a_cancelled_start_ends_the_backends():
@@ -889,7 +889,7 @@ async def test_a_cancelled_start_ends_the_backends():
     router = Router({"m": backend})
     with anyio.move_on_after(0.05):
         await router.start()
-    assert (backend.status.state, repr(router)) == ("closed", "<Router ['m'] closed>")
+    assert ("closed", "<Router ['m'] closed>") == (backend.status.state, repr(router))
 
 
 async def test_a_backend_that_cannot_start_ends_the_others():
@@ -903,7 +903,7 @@ async def test_a_backend_that_cannot_start_ends_the_others():
     router = Router({"m": [Hopeless(echo, name="a"), other]})
     with pytest.raises(BackendError, match="no GPU"):
         await router.start()
-    assert (other.status.state, repr(router)) == ("closed", "<Router ['m'] closed>")
+    assert ("closed", "<Router ['m'] closed>") == (other.status.state, repr(router))
 
 
 async def test_a_backend_that_crashes_later_fails_the_requests_that_follow(caplog):
@@ -924,7 +924,7 @@ async def test_start_and_close_may_come_from_different_tasks():
     for step in (router.start, router.aclose):
         async with anyio.create_task_group() as group:
             group.start_soon(step)
-    assert repr(router) == "<Router ['m'] closed>"
+    assert "<Router ['m'] closed>" == repr(router)
 
 
 async def test_a_router_outlives_the_scope_that_started_it():
@@ -933,7 +933,7 @@ async def test_a_router_outlives_the_scope_that_started_it():
     with anyio.fail_after(0.05):
         await router.start()
     await anyio.sleep(0.1)
-    assert (await router.chat(ask())).text == "you said: hi"
+    assert "you said: hi" == (await router.chat(ask())).text
     await router.aclose()
 
 
@@ -948,7 +948,7 @@ async def test_closing_ends_the_requests_that_run():
         for result in results:
             with pytest.raises(RouterClosedError, match="closed while a request ran"):
                 await result
-    assert (outcomes(router), is_idle(router), backend.in_flight) == ({Outcome.CLOSED: 2}, True, 0)
+    assert ({Outcome.CLOSED: 2}, True, 0) == (outcomes(router), is_idle(router), backend.in_flight)
 
 
 async def test_closing_ends_streams():
@@ -960,7 +960,7 @@ async def test_closing_ends_streams():
         await router.aclose()
         with pytest.raises(RouterClosedError):
             await anext(stream)
-    assert (backend.closed_streams, outcomes(router)) == (1, {Outcome.CLOSED: 1})
+    assert (1, {Outcome.CLOSED: 1}) == (backend.closed_streams, outcomes(router))
 
 
 async def test_draining_lets_requests_finish():
@@ -976,8 +976,8 @@ async def test_draining_lets_requests_finish():
             await router.chat(ask())
         assert not result.done()
         backend.release()
-        assert (await result).text == "you said: hi"
-    assert outcomes(router) == {Outcome.OK: 2}
+        assert "you said: hi" == (await result).text
+    assert {Outcome.OK: 2} == outcomes(router)
 
 
 async def test_draining_lets_streams_finish():
@@ -988,7 +988,7 @@ async def test_draining_lets_streams_finish():
         group.start_soon(lambda: router.aclose(drain_s=10))
         await anyio.wait_all_tasks_blocked()
         text += "".join([chunk.text async for chunk in chunks])
-    assert (text, outcomes(router)) == ("you said: hi", {Outcome.OK: 1})
+    assert ("you said: hi", {Outcome.OK: 1}) == (text, outcomes(router))
 
 
 async def test_draining_has_an_end():
@@ -1012,7 +1012,7 @@ async def test_a_deadline_that_passes_while_draining_is_a_timeout():
         await router.aclose(drain_s=10)
         with pytest.raises(RequestTimeoutError):
             await result
-    assert outcomes(router) == {Outcome.TIMED_OUT: 1}
+    assert {Outcome.TIMED_OUT: 1} == outcomes(router)
 
 
 async def test_a_drain_that_is_cancelled_still_closes():
@@ -1027,7 +1027,7 @@ async def test_a_drain_that_is_cancelled_still_closes():
             await router.aclose()
             with pytest.raises(RouterClosedError):
                 await result
-    assert backend.status.state == "closed"
+    assert "closed" == backend.status.state
 
 
 async def test_an_error_in_the_block_is_not_hidden_by_closing():
@@ -1036,7 +1036,7 @@ async def test_an_error_in_the_block_is_not_hidden_by_closing():
     with pytest.raises(ZeroDivisionError):
         async with Router({"m": backend}):
             raise ZeroDivisionError
-    assert backend.status.state == "closed"
+    assert "closed" == backend.status.state
 
 
 def test_a_router_needs_a_model():
@@ -1067,7 +1067,7 @@ def test_a_program_that_forgets_to_close_ends_all_the_same():
     done = subprocess.run(
         [sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (0, "") == (done.returncode, done.stderr)
 
 
 # Loops, processes, records
@@ -1089,7 +1089,7 @@ async def test_another_event_loop_is_refused():
         thread.start()
         await asyncio.get_running_loop().run_in_executor(None, thread.join)
         response = await router.chat(ask())
-    assert (len(errors), response.text) == (3, "you said: hi")
+    assert (3, "you said: hi") == (len(errors), response.text)
     assert "one router a loop" in errors[0]
 
 
@@ -1118,7 +1118,7 @@ async def test_a_forked_process_is_refused():
         os.waitpid(pid, 0)  # noqa: ASYNC222
         response = await router.chat(ask())
     assert [ForkedProcessError] * 2 == [type(error) for error in errors]
-    assert (response.text, str(pid) in str(errors[0])) == ("you said: hi", True)
+    assert ("you said: hi", True) == (response.text, str(pid) in str(errors[0]))
 
 
 async def test_each_request_makes_one_record():
@@ -1135,7 +1135,7 @@ async def test_each_request_makes_one_record():
         backend.hold()
         with pytest.raises(RequestTimeoutError):
             await router.chat(ask("ok", timeout_s=0.05))
-    assert [record.outcome for record in records] == ["ok", "failed", "ok", "timed_out"]
+    assert ["ok", "failed", "ok", "timed_out"] == [record.outcome for record in records]
     assert [None, GenerationError, None, RequestTimeoutError] == [
         type(record.error) if record.error else None for record in records
     ]
@@ -1149,7 +1149,7 @@ async def test_a_record_tells_what_the_request_cost():
     async with Router({"m": pool}, on_record=records.append) as router:
         response = await router.chat(ask())
     [record] = records
-    assert (record.model, record.backend, record.attempts) == ("m", "b", 2)
+    assert ("m", "b", 2) == (record.model, record.backend, record.attempts)
     assert (response.usage.prompt_tokens, 3) == (record.prompt_tokens, record.completion_tokens)
     assert 0 <= record.waiting_s <= record.total_s
 
@@ -1161,7 +1161,7 @@ async def test_a_record_hook_that_fails_does_not_fail_the_request(caplog):
         raise ZeroDivisionError
 
     async with Router({"m": FakeBackend(echo)}, on_record=hook) as router:
-        assert (await router.chat(ask())).text == "you said: hi"
+        assert "you said: hi" == (await router.chat(ask())).text
     assert "ZeroDivisionError" in caplog.text
     assert caplog.records[-1].levelno == logging.ERROR
 
@@ -1177,13 +1177,13 @@ async def test_statistics_tell_what_goes_on():
         await anyio.wait_all_tasks_blocked()
         busy = router.statistics()
         backend.release()
-    assert (busy.open_requests, busy.models["m"].in_flight, busy.models["m"].queued) == (5, 2, 3)
-    assert (
+    assert (5, 2, 3) == (busy.open_requests, busy.models["m"].in_flight, busy.models["m"].queued)
+    assert ("serving", 2, 2) == (
         busy.models["m"].backends["fake"].state,
         busy.models["m"].backends["fake"].in_flight,
         busy.models["m"].backends["fake"].attempts,
-    ) == ("serving", 2, 2)
-    assert (router.statistics().ended_requests, is_idle(router)) == (5, True)
+    )
+    assert (5, True) == (router.statistics().ended_requests, is_idle(router))
 
 
 # Load
@@ -1236,6 +1236,6 @@ async def test_ten_thousand_requests_of_a_batch_keep_to_its_limit():
         answers = await router.chat_many(
             [ask(str(number)) for number in range(10_000)], max_concurrency=100
         )
-    assert len(answers) == 10_000
-    assert answers[-1].text == "you said: 9999"
+    assert 10_000 == len(answers)
+    assert "you said: 9999" == answers[-1].text
     assert backend.peak_in_flight <= 100

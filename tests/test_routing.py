@@ -84,8 +84,8 @@ def test_a_session_stays_where_it_began(policy_class, key):
     policy = policy_class()
     home = choose(policy, replicas(5, 0, 5), **{key: "s"})
     later = [choose(policy, replicas(0, 20, count), **{key: "s"}) for count in range(20)]
-    assert home == "r1"
-    assert set(later) == {"r1"}
+    assert "r1" == home
+    assert {"r1"} == set(later)
 
 
 @pytest.mark.parametrize("policy_class", STICKY)
@@ -94,7 +94,7 @@ def test_a_session_counts_more_than_its_group(policy_class):
     policy = policy_class()
     choose(policy, replicas(0, 9), session_id="s")
     choose(policy, replicas(9, 0), group_id="g")
-    assert choose(policy, replicas(5, 5), session_id="s", group_id="g") == "r0"
+    assert "r0" == choose(policy, replicas(5, 5), session_id="s", group_id="g")
 
 
 @pytest.mark.parametrize("policy_class", STICKY)
@@ -104,7 +104,7 @@ def test_a_session_moves_when_its_replica_is_gone(policy_class):
     both = replicas(0, 1)
     choose(policy, both, session_id="s")
     moved = choose(policy, both[1:], session_id="s")
-    assert [moved, choose(policy, both, session_id="s")] == ["r1", "r1"]
+    assert ["r1", "r1"] == [moved, choose(policy, both, session_id="s")]
 
 
 @pytest.mark.parametrize("policy_class", STICKY)
@@ -122,7 +122,7 @@ def test_a_session_moves_when_its_replica_is_too_busy(policy_class, counts, expe
 def test_requests_without_a_session_go_to_the_idlest():
     """Stickiness is for those who ask for it."""
     policy = StickySession()
-    assert [choose(policy, replicas(2, 1, 3)) for _ in range(3)] == ["r1"] * 3
+    assert ["r1"] * 3 == [choose(policy, replicas(2, 1, 3)) for _ in range(3)]
 
 
 def test_sessions_longest_unused_are_forgotten():
@@ -133,7 +133,7 @@ def test_sessions_longest_unused_are_forgotten():
     choose(policy, replicas(9, 9), session_id="old")
     choose(policy, replicas(9, 0), session_id="new")
     homes = [choose(policy, replicas(9, 0), session_id=key) for key in ("old", "used")]
-    assert homes == ["r0", "r1"]
+    assert ["r0", "r1"] == homes
 
 
 @given(st.lists(st.integers(0, 50)))
@@ -149,7 +149,7 @@ def test_a_group_spreads_only_with_its_session():
     """The samples of one group share a replica, different groups don't have to."""
     policy = StickySession()
     names = {choose(policy, replicas(0, 0, 0, 0), group_id=str(group)) for group in range(4)}
-    assert len(names) == 4
+    assert 4 == len(names)
 
 
 def affinity(**options) -> PrefixAffinity:
@@ -161,7 +161,7 @@ def test_prompts_with_a_shared_prefix_go_together():
     policy = affinity()
     choose(policy, replicas(1, 0, 1), prefix="you are a judge: first question")
     later = choose(policy, replicas(0, 5, 0), prefix="you are a judge: second one")
-    assert later == "r1"
+    assert "r1" == later
 
 
 def test_the_longest_known_prefix_wins():
@@ -169,7 +169,7 @@ def test_the_longest_known_prefix_wins():
     policy = affinity()
     choose(policy, replicas(0, 1), prefix="systemAA")
     choose(policy, replicas(80, 0), prefix="systemAAhistory1")
-    assert choose(policy, replicas(0, 0), prefix="systemAAhistory1more") == "r1"
+    assert "r1" == choose(policy, replicas(0, 0), prefix="systemAAhistory1more")
 
 
 def test_a_prompt_of_which_little_is_known_goes_to_the_idlest():
@@ -177,8 +177,8 @@ def test_a_prompt_of_which_little_is_known_goes_to_the_idlest():
     policies = affinity(), affinity()
     for policy in policies:
         choose(policy, replicas(0, 1), prefix="same")
-    assert choose(policies[0], replicas(1, 0), prefix="same" + "x" * 8) == "r0"
-    assert choose(policies[1], replicas(1, 0), prefix="same" + "x" * 12) == "r1"
+    assert "r0" == choose(policies[0], replicas(1, 0), prefix="same" + "x" * 8)
+    assert "r1" == choose(policies[1], replicas(1, 0), prefix="same" + "x" * 12)
 
 
 def test_prefix_affinity_gives_way_to_load():
@@ -187,7 +187,7 @@ def test_prefix_affinity_gives_way_to_load():
     prompt = "a shared prompt"
     choose(policy, replicas(0, 1), prefix=prompt)
     moved = choose(policy, replicas(3, 0), prefix=prompt)
-    assert [moved, choose(policy, replicas(0, 0), prefix=prompt)] == ["r1", "r1"]
+    assert ["r1", "r1"] == [moved, choose(policy, replicas(0, 0), prefix=prompt)]
 
 
 def test_a_prefix_whose_replica_is_gone_moves():
@@ -196,14 +196,14 @@ def test_a_prefix_whose_replica_is_gone_moves():
     both = replicas(0, 9)
     choose(policy, both, prefix="a shared prompt")
     moved = choose(policy, both[1:], prefix="a shared prompt")
-    assert [moved, choose(policy, both, prefix="a shared prompt")] == ["r1", "r1"]
+    assert ["r1", "r1"] == [moved, choose(policy, both, prefix="a shared prompt")]
 
 
 def test_the_same_block_in_another_place_is_another_block():
     """A cache holds prefixes, not pieces."""
     policy = affinity()
     choose(policy, replicas(0, 1), prefix="aaaabbbb")
-    assert choose(policy, replicas(1, 0), prefix="bbbbaaaa") == "r1"
+    assert "r1" == choose(policy, replicas(1, 0), prefix="bbbbaaaa")
 
 
 @given(st.lists(st.text("ab", max_size=60), max_size=30))
@@ -218,4 +218,4 @@ def test_prefixes_never_take_more_memory_than_allowed(prompts):
 def test_short_prompts_go_to_the_idlest():
     """Less than a block isn't worth a cache's while."""
     policy = affinity()
-    assert [choose(policy, replicas(1, 0), prefix="abc") for _ in range(3)] == ["r1"] * 3
+    assert ["r1"] * 3 == [choose(policy, replicas(1, 0), prefix="abc") for _ in range(3)]

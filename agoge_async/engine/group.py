@@ -65,9 +65,9 @@ def wait_group_gone(group: int, timeout_s: float) -> bool:
 
 
 def shared_memory_of(pids: list[int]) -> set[Path]:
-    """List the segments of `multiprocessing.shared_memory` that these processes have mapped.
+    """List what `multiprocessing` keeps in /dev/shm and these processes have mapped.
 
-    vLLM's processes talk over such segments; killed ones leave them in /dev/shm.
+    vLLM's processes talk over such segments and semaphores; killed ones leave them behind.
     """
     segments = set()
     for pid in pids:
@@ -76,7 +76,7 @@ def shared_memory_of(pids: list[int]) -> set[Path]:
         except OSError:
             continue
         for line in lines:
-            path = line.partition("/dev/shm/psm_")
-            if path[1] and not line.endswith("(deleted)"):
-                segments.add(Path(path[1] + path[2]))
+            path = line.partition(" /")[2]
+            if path.startswith(("dev/shm/psm_", "dev/shm/sem.mp-")):
+                segments.add(Path("/" + path.removesuffix(" (deleted)")))
     return segments

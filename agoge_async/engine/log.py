@@ -20,6 +20,8 @@ KEPT_LINES = 400
 _ERROR_LINE = re.compile(r"(?:^|\s|:)((?:\w+\.)*(\w*(?:Error|Exception|Interrupt))): (.+)$")
 _SECONDHAND = re.compile(r"Engine core initialization failed|WorkerProc initialization failed")
 """Errors by which vLLM's outer processes report that an inner one failed."""
+_FAULT_COUNT = re.compile(r"\d+ validation errors? for ")
+"""A pydantic error's first line, which doesn't say what is wrong: the second one does."""
 _LOG_PREFIX = re.compile(r"^(\(\w+[^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\] )?")
 
 
@@ -29,11 +31,13 @@ def find_cause(lines: list[str]) -> str | None:
     That is the first which isn't one process's report of another's failure.
     """
     found = None
-    for line in lines:
+    for line, next_line in zip(lines, [*lines[1:], ""], strict=False):
         match = _ERROR_LINE.search(line)
         if match is None or _SECONDHAND.search(line):
             continue
         found = f"{match[2]}: {match[3].strip()}"
+        if _FAULT_COUNT.match(match[3]):
+            found += f": {next_line.partition(' [type=')[0].strip()}"
         if not match[3].startswith("cannot"):
             break
     return found

@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -160,6 +161,7 @@ class EngineProcess:
         self._control: Channel[Cancel | Query | Shutdown, ToParentControl] | None = None
         self._pending: dict[int, _SingleReply | EngineStream] = {}
         self._queries: dict[int, asyncio.Future[EngineLoad]] = {}
+        self._segments: set[Path] = set()
         self._ids = itertools.count()
         self._ready_or_gone = anyio.Event()
         self._gone = anyio.Event()
@@ -189,6 +191,7 @@ class EngineProcess:
             raise
         if self.info is None:
             raise await self._start_error(timeout_s)
+        await anyio.to_thread.run_sync(self._note_segments)
         return self.info
 
     async def call(self, kind: CallKind, body: bytes) -> Reply:
@@ -345,16 +348,21 @@ class EngineProcess:
             self._gone.set()
             self._ready_or_gone.set()
 
+    def _note_segments(self) -> None:
+        """Remember the shared memory of the group: a killed process can't be asked any more."""
+        if self.pid is not None:
+            self._segments |= shared_memory_of(group_members(self.pid))
+
     def _end_group_sync(self) -> None:
         if self._process is not None and self.pid is not None:
-            segments = shared_memory_of(group_members(self.pid))
+            self._note_segments()
             self._kill()
             self._process.join(KILL_S)
             if self._process.is_alive():
                 self._process.kill()
                 self._process.join(KILL_S)
             wait_group_gone(self.pid, KILL_S)
-            for segment in segments:
+            for segment in self._segments:
                 segment.unlink(missing_ok=True)
             atexit.unregister(self._kill)
         if self._log is not None:

@@ -17,6 +17,8 @@ from agoge_async.engine.group import group_members
 from tests.engine.conftest import ask, backends, vllm_processes
 from tests.engine.test_load import wait_idle
 
+# A killed engine of `pair` is followed by another one, which outlives the test.
+replaces_engine = pytest.mark.may_leave("processes", "descriptors", "shared memory")
 LONG = {"ignore_eos": True, "max_tokens": 300, "temperature": 1.0}
 
 
@@ -57,6 +59,7 @@ def assert_gone(engine):
     assert not Path(engine.spec.work_dir).exists()
 
 
+@replaces_engine
 @pytest.mark.parametrize(
     "choose",
     [
@@ -88,6 +91,7 @@ async def test_two_replicas_share_the_load(pair):
     assert {"tiny/0": 16, "tiny/1": 16} == {name: used.count(name) for name in set(used)}
 
 
+@replaces_engine
 async def test_an_idle_engine_that_dies_is_noticed(pair):
     """No request is needed to find out."""
     await wait_serving(pair)

@@ -1,0 +1,325 @@
+"""What happens to one request: an onion.
+
+Its deadline and record are outermost; inside are its attempts, each on another replica; inside an
+attempt are slot, replica, call and release. The router makes one `Dispatcher` and owns the
+backends; the dispatcher knows only pools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import anyio
+
+from agoge_async.assembly import join_chunks
+from agoge_async.backends.base import Backend, ChunkStream
+from agoge_async.errors import (
+    BackendError,
+    RequestError,
+    RequestTimeoutError,
+    RouterClosedError,
+)
+from agoge_async.metrics import Outcome, RequestRecord
+from agoge_async.pool import Pool, Replica
+from agoge_async.requests import BaseRequest, InferenceRequest
+from agoge_async.responses import (
+    ChatChunk,
+    InferenceResponse,
+    StreamSummary,
+    Timings,
+    TokenResponse,
+    Usage,
+)
+from agoge_async.routing import RoutingContext
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_Answer = TypeVar("_Answer", InferenceResponse, TokenResponse)
+RecordHook = Callable[[RequestRecord], None]
+
+
+class _Trip:
+    """One request on its way: what its record will say."""
+
+    def __init__(self, request: BaseRequest, pool: Pool, timeout_s: float) -> None:
+        self.request = request
+        self.pool = pool
+        self.timeout_s = timeout_s
+        self.deadline = anyio.current_time() + timeout_s
+        self.started = time.perf_counter()
+        self.attempts = 0
+        self.backend: str | None = None
+        self.waiting_s = 0.0
+        self.usage: Usage | None = None
+
+    def timings(self) -> Timings:
+        return Timings(total_s=time.perf_counter() - self.started, waiting_s=self.waiting_s)
+
+    def whereabouts(self) -> str:
+        if self.backend is None:
+            return "it was waiting for a slot or a replica"
+        return f"it was with {self.backend}, attempt {self.attempts}"
+
+
+class Dispatcher:
+    """Takes requests through their attempts, and counts how they end.
+
+    Args:
+        request_timeout_s: Deadline of requests that bring none.
+        max_attempts: Replicas that a request may try.
+        on_record: Called with the record of each request that has ended.
+    """
+
+    def __init__(
+        self, *, request_timeout_s: float, max_attempts: int, on_record: RecordHook | None
+    ) -> None:
+        self.outcomes = dict.fromkeys(Outcome, 0)
+        """Requests that have ended, by how they did."""
+        self._request_timeout_s = request_timeout_s
+        self._max_attempts = max_attempts
+        self._on_record = on_record
+        self._trips: set[_Trip] = set()
+        self._scopes: set[anyio.CancelScope] = set()
+        self._is_closed = False
+        self._idle = anyio.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that haven't ended."""
+        return len(self._trips)
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is open."""
+        while self._trips:
+            await self._idle.wait()
+
+    def close(self) -> None:
+        """End all open requests with `RouterClosedError`."""
+        self._is_closed = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    async def submit(
+        self,
+        pool: Pool,
+        request: BaseRequest,
+        call: Callable[[Backend], Awaitable[_Answer]],
+    ) -> _Answer:
+        """Get an answer from a replica of a pool.
+
+        Raises:
+            RequestTimeoutError: The request's deadline passed.
+            BackendError: The last replica tried failed it.
+            RouterClosedError: The router was closed meanwhile.
+        """
+        with self._trip(pool, request) as trip:
+            answer = await self._bounded(trip, lambda: self._attempt_all(trip, call))
+            trip.usage = answer.usage
+            answer.backend = trip.backend or ""
+            answer.attempts = trip.attempts
+            answer.timings = trip.timings()
+            return answer
+
+    @contextlib.contextmanager
+    def _trip(self, pool: Pool, request: BaseRequest) -> Iterator[_Trip]:
+        """Account for a request from its call to its one outcome."""
+        trip = _Trip(request, pool, request.timeout_s or self._request_timeout_s)
+        self._trips.add(trip)
+        error: BaseException | None = None
+        try:
+            yield trip
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._trips.discard(trip)
+            if not self._trips:
+                self._idle.set()
+                self._idle = anyio.Event()
+            self._record(trip, error)
+
+    def _record(self, trip: _Trip, error: BaseException | None) -> None:
+        outcome = _outcome_of(error)
+        self.outcomes[outcome] += 1
+        if self._on_record is None:
+            return
+        usage = trip.usage
+        record = RequestRecord(
+            model=trip.request.model,
+            backend=trip.backend,
+            outcome=outcome,
+            attempts=trip.attempts,
+            waiting_s=trip.waiting_s,
+            total_s=time.perf_counter() - trip.started,
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            completion_tokens=usage.completion_tokens if usage else None,
+            error=error,
+        )
+        try:
+            self._on_record(record)
+        except Exception:
+            logger.exception("on_record failed; the request isn't affected")
+
+    async def _bounded(self, trip: _Trip, step: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Await a step of a request until its deadline, or until the router closes."""
+        if self._is_closed:
+            raise _closed_under_way()
+        scope = anyio.CancelScope(deadline=trip.deadline)
+        self._scopes.add(scope)
+        try:
+            with scope:
+                return await step()
+        finally:
+            self._scopes.discard(scope)
+        if self._is_closed:
+            raise _closed_under_way()
+        raise RequestTimeoutError(
+            f"no whole answer from {trip.request.model} within {trip.timeout_s:g} s (timeout_s); "
+            f"{trip.whereabouts()}",
+            timeout_s=trip.timeout_s,
+        )
+
+    async def _attempt_all(
+        self, trip: _Trip, call: Callable[[Backend], Awaitable[_Result]]
+    ) -> _Result:
+        """Call one replica after the other until one answers, holding a slot for each try."""
+        failed: set[str] = set()
+        while True:
+            async with self._attempt(trip, failed) as replica:
+                try:
+                    return await call(replica.backend)
+                except BackendError as error:
+                    failed.add(replica.backend.name)
+                    if not self._may_retry(trip, error, failed):
+                        raise
+
+    def _may_retry(self, trip: _Trip, error: BackendError, failed: set[str]) -> bool:
+        is_last = trip.attempts >= self._max_attempts or not trip.pool.has_other(failed)
+        if error.retryable and not is_last:
+            return True
+        if trip.attempts > 1:
+            error.add_note(f"after {trip.attempts} attempts, on {', '.join(sorted(failed))}")
+        return False
+
+    @contextlib.asynccontextmanager
+    async def _attempt(self, trip: _Trip, failed: set[str]) -> AsyncGenerator[Replica, None]:
+        """Hold a slot and a replica."""
+        request, pool = trip.request, trip.pool
+        await pool.slots.acquire()
+        try:
+            prefix = request.affinity_text() if pool.uses_prefixes else ""
+            context = RoutingContext(
+                session_id=request.session_id, group_id=request.group_id, prefix=prefix
+            )
+            replica = await pool.choose(context, failed)
+            trip.attempts += 1
+            trip.backend = replica.backend.name
+            trip.waiting_s = time.perf_counter() - trip.started
+            try:
+                yield replica
+            finally:
+                pool.release(replica)
+        finally:
+            pool.slots.release()
+
+    def stream(self, pool: Pool, request: InferenceRequest) -> ChatStream:
+        """Get an answer in pieces; iterating raises as `submit` does."""
+        log = _StreamLog()
+        return ChatStream(self._chunks(pool, request, log), log)
+
+    async def _chunks(
+        self, pool: Pool, request: InferenceRequest, log: _StreamLog
+    ) -> AsyncGenerator[ChatChunk, None]:
+        with self._trip(pool, request) as trip:
+            async with contextlib.AsyncExitStack() as held:
+                source, chunk = await self._bounded(trip, lambda: self._open(trip, request, held))
+                while chunk is not None:
+                    log.chunks.append(chunk)
+                    if chunk.choices or _wants_usage(request):
+                        yield chunk
+                    chunk = await self._bounded(trip, lambda: anext(source, None))
+                log.finish(source.summary, trip)
+
+    async def _open(
+        self, trip: _Trip, request: InferenceRequest, held: contextlib.AsyncExitStack
+    ) -> tuple[ChunkStream, ChatChunk | None]:
+        """Get a stream's first chunk; `held` keeps what it holds until the stream has ended."""
+        failed: set[str] = set()
+        while True:
+            async with contextlib.AsyncExitStack() as tried:
+                replica = await tried.enter_async_context(self._attempt(trip, failed))
+                backend = replica.backend
+                try:
+                    backend.capabilities.check_chat(request, backend.name)
+                    source = await backend.stream(request)
+                    tried.push_async_callback(source.aclose)
+                    chunk = await anext(source, None)
+                except BackendError as error:
+                    failed.add(backend.name)
+                    if not self._may_retry(trip, error, failed):
+                        raise
+                    continue
+                held.push_async_exit(tried.pop_all())
+                return source, chunk
+
+
+class _StreamLog:
+    """What has come of a stream."""
+
+    def __init__(self) -> None:
+        self.chunks: list[ChatChunk] = []
+        self.response: InferenceResponse | None = None
+
+    def finish(self, summary: StreamSummary, trip: _Trip) -> None:
+        response = join_chunks(self.chunks, summary)
+        trip.usage = response.usage
+        response.backend = trip.backend or ""
+        response.attempts = trip.attempts
+        response.timings = trip.timings()
+        self.response = response
+
+
+class ChatStream:
+    """The pieces of an answer: `async for chunk in stream`, once."""
+
+    def __init__(self, chunks: AsyncGenerator[ChatChunk, None], log: _StreamLog) -> None:
+        self._chunks = chunks
+        self._log = log
+
+    def __aiter__(self) -> AsyncGenerator[ChatChunk, None]:
+        """Iterate over the pieces."""
+        return self._chunks
+
+    async def aclose(self) -> None:
+        """Abort what is left; does nothing after the end."""
+        await self._chunks.aclose()
+
+    @property
+    def response(self) -> InferenceResponse | None:
+        """The whole answer, as `chat` would have given it; None before the stream's end."""
+        return self._log.response
+
+
+def _outcome_of(error: BaseException | None) -> Outcome:
+    if error is None:
+        return Outcome.OK
+    if isinstance(error, RequestError):
+        return Outcome.INVALID
+    if isinstance(error, RequestTimeoutError):
+        return Outcome.TIMED_OUT
+    if isinstance(error, RouterClosedError):
+        return Outcome.CLOSED
+    return Outcome.FAILED if isinstance(error, Exception) else Outcome.CANCELLED
+
+
+def _wants_usage(request: InferenceRequest) -> bool:
+    return bool(request.stream_options and request.stream_options.get("include_usage"))
+
+
+def _closed_under_way() -> RouterClosedError:
+    return RouterClosedError("the router was closed while a request ran")
