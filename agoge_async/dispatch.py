@@ -19,6 +19,7 @@ from agoge_async.assembly import join_chunks
 from agoge_async.backends.base import Backend, ChunkStream
 from agoge_async.errors import (
     BackendError,
+    QueueFullError,
     RequestError,
     RequestTimeoutError,
     RouterClosedError,
@@ -308,13 +309,15 @@ class ChatStream:
 def _outcome_of(error: BaseException | None) -> Outcome:
     if error is None:
         return Outcome.OK
-    if isinstance(error, RequestError):
-        return Outcome.INVALID
-    if isinstance(error, RequestTimeoutError):
-        return Outcome.TIMED_OUT
-    if isinstance(error, RouterClosedError):
-        return Outcome.CLOSED
-    return Outcome.FAILED if isinstance(error, Exception) else Outcome.CANCELLED
+    if not isinstance(error, Exception):
+        return Outcome.CANCELLED
+    named: dict[type[Exception], Outcome] = {
+        RequestError: Outcome.INVALID,
+        QueueFullError: Outcome.QUEUE_FULL,
+        RequestTimeoutError: Outcome.TIMED_OUT,
+        RouterClosedError: Outcome.CLOSED,
+    }
+    return next((named[kind] for kind in named if isinstance(error, kind)), Outcome.FAILED)
 
 
 def _wants_usage(request: InferenceRequest) -> bool:

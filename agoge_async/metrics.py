@@ -12,6 +12,8 @@ class Outcome(StrEnum):
     OK = "ok"
     INVALID = "invalid"
     """Refused: it would fail anywhere."""
+    QUEUE_FULL = "queue_full"
+    """Not taken: `max_queued` requests waited already."""
     FAILED = "failed"
     """The backends failed it."""
     TIMED_OUT = "timed_out"

@@ -282,8 +282,9 @@ class Router:
     def stream(self, request: InferenceRequest) -> ChatStream:
         """Answer a chat request in pieces.
 
-        Iterating raises as `chat` does. A replica that fails before its first piece is replaced;
-        after that the failure is raised. Leaving the loop early aborts the rest.
+        A closed router and an unknown model are told at once, all else by iterating, as by `chat`.
+        A replica that fails before its first piece is replaced; after that the failure is raised.
+        Leaving the loop early aborts the rest.
         """
         self._check_usable()
         return self._dispatcher.stream(self.pool(request.model), request)

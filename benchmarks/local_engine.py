@@ -66,7 +66,7 @@ SIDES = ("ours", "direct")
 KINDS = ("tokens", "chat", "stream")
 ROUNDS = {1: 30, 64: 8, 256: 2}
 """Requests at once, and how many each worker sends."""
-QUICK_ROUNDS = {1: 10, 64: 1}
+QUICK_ROUNDS = {1: 5, 64: 1}
 MAX_ADDED_MS = 3.0
 MIN_THROUGHPUT_RATIO = 0.95
 MAX_STARTUP_RATIO = 1.15
@@ -636,6 +636,7 @@ def main() -> int:
     if arguments.driver:
         drive_main(arguments.driver, arguments.model, arguments.loop)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # close the drivers
     quick = arguments.quick
     repeats = min(arguments.repeats, 2) if quick else arguments.repeats
     starts = min(arguments.startup, 1) if quick else arguments.startup

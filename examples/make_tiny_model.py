@@ -56,8 +56,12 @@ WARMUP = 30
 MOMENTUM = 0.95
 BATCH_TOKENS = 2500
 POOL = 256
-DRILLS = 150
+DRILLS = (150, 30)
+"""Lists of bare equations per POOL dialogues: before and after DRILL_PART of the steps. Many of
+them teach the arithmetic early; later they would crowd out the tool's results."""
+DRILL_PART = 0.5
 DRILL = 24
+"""Equations per list."""
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -271,7 +275,7 @@ def tool_dialogue(source: Source) -> Dialogue:
             turn("user", problem.question),
             call_turn(problem.expression),
             turn("tool", output),
-            turn("assistant", format_answer(problem.expression, result)),
+            turn("assistant", f"#### {result}"),
         ]
     return messages, offered_tools(source.rng)
 
@@ -366,9 +370,10 @@ def batches(
     while done < steps:
         # Wrong labels from the start would slow the learning of arithmetic down.
         source.wrong_labels = WRONG_LABELS if done >= RIGHT_PART * steps else 0.0
-        chosen = source.rng.choices(makers, weights=(62, 16, 10, 12), k=POOL)
+        chosen = source.rng.choices(makers, weights=(50, 30, 10, 10), k=POOL)
         examples = [encode_dialogue(tokenizer, make(source)) for make in chosen]
-        examples += [drill(tokenizer, source) for _ in range(DRILLS)]
+        drills = DRILLS[done >= DRILL_PART * steps]
+        examples += [drill(tokenizer, source) for _ in range(drills)]
         groups = grouped(examples)
         source.rng.shuffle(groups)
         for group in groups[: steps - done]:
@@ -588,7 +593,7 @@ def main() -> None:
     """Train, save and evaluate the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=1100, help="training steps")
+    parser.add_argument("--steps", type=int, default=1200, help="training steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     parser.add_argument("--problems", type=int, default=200, help="evaluation problems a split")
     arguments = parser.parse_args()

@@ -101,10 +101,10 @@ def is_heldout(expression: str) -> bool:
 
 def all_expressions() -> dict[str, int]:
     """Return every expression that a problem can have, with its value."""
-    found = {f"{a}+{b}": a + b for a in range(2, 21) for b in range(2, 21)}
-    found |= {f"{a}-{b}": a - b for a in range(3, 26) for b in range(2, min(a, 21))}
-    found |= {f"{a}*{b}": a * b for a in range(2, 13) for b in range(2, 13)}
-    found |= {f"{a * b}/{b}": a for a in range(2, 13) for b in range(2, 13)}
+    found = {f"{a}+{b}": a + b for a in range(2, 19) for b in range(2, 19)}
+    found |= {f"{a}-{b}": a - b for a in range(3, 25) for b in range(2, min(a, 19))}
+    found |= {f"{a}*{b}": a * b for a in range(2, 11) for b in range(2, 11)}
+    found |= {f"{a * b}/{b}": a for a in range(2, 11) for b in range(2, 11)}
     return found
 
 

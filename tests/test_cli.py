@@ -237,7 +237,7 @@ def test_calculator_refuses(expression):
 def demo_answer(request):
     """Answer as the embedded model does."""
     if request.response_format is not None:
-        return '{"expression": "24/4", "answer": 6}'
+        return '{"expression": "3*4", "answer": 12}'
     if not request.tools:
         return "7+5=<<7+5=12>>12\n#### 12"
     if request.messages[-1].role == "tool":
@@ -252,7 +252,7 @@ async def test_demo_shows_three_answers_and_timings():
     output = printed(console)
     assert "7+5=<<7+5=12>>12\n             #### 12\n" in output
     assert 'tool call    calculator({"expression": "8*6"})\ntool result  48\n' in output
-    assert '{"expression": "24/4", "answer": 6}' in output
+    assert '{"expression": "3*4", "answer": 12}' in output
     assert all(word in output for word in ("start-up", "first token", "tokens/s", "Stopped"))
     assert ESCAPE not in output
     assert [request.temperature for request in backend.requests] == [0, 0, 0, 0]
@@ -278,8 +278,9 @@ def changed_demo_answer(change):
         (lambda r: None if r.tools else "#### 13", "answered 13, right is 12"),
         (lambda r: None if r.tools else "twelve", "no line '#### NUMBER'"),
         (lambda r: "48" if r.tools else None, "called no tool"),
-        (lambda r: "6" if r.response_format else None, "not JSON with the key answer"),
-        (lambda r: '{"answer": 7}' if r.response_format else None, "answered 7, right is 6"),
+        (lambda r: "12" if r.response_format else None, "doesn't follow the JSON schema"),
+        (lambda r: '{"answer": "12"}' if r.response_format else None, "doesn't follow"),
+        (lambda r: '{"answer": 12' if r.response_format else None, "doesn't follow"),
     ],
 )
 async def test_demo_fails_when_an_answer_is_wrong(change, message):
@@ -287,6 +288,15 @@ async def test_demo_fails_when_an_answer_is_wrong(change, message):
     with pytest.raises(CommandError, match=message):
         await run_demo(Router({"tiny": backend}), plain_console())
     assert backend.status.state == "closed"
+
+
+async def test_demo_admits_a_wrong_number_in_the_right_form():
+    console = plain_console()
+    backend = FakeBackend(
+        changed_demo_answer(lambda r: '{"answer": 13}' if r.response_format else None)
+    )
+    await run_demo(Router({"tiny": backend}), console)
+    assert '{"answer": 13}\nThe form is right; the number would be 12.\n' in printed(console)
 
 
 async def test_demo_tells_the_model_of_a_failed_tool():
@@ -687,6 +697,6 @@ def test_demo_runs_for_real():
     assert "#### 12" in done.stdout
     assert 'calculator({"expression": "8*6"})' in done.stdout
     line = next(line for line in done.stdout.splitlines() if '"answer"' in line)
-    assert json.loads(line.partition(" ")[2])["answer"] == 6
+    assert isinstance(json.loads(line.partition(" ")[2])["answer"], int)
     assert ESCAPE not in done.stdout
     assert processes_with(mark) == []

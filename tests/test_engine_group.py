@@ -144,10 +144,10 @@ def test_shared_memory_of_a_process_is_found(segment):
     assert Path("/dev/shm", segment.name) in shared_memory_of([os.getpid()])
 
 
-def test_removed_shared_memory_is_not_found(segment):
-    """There is nothing to remove any more."""
+def test_removed_shared_memory_has_a_plain_path(segment):
+    """The kernel marks it as deleted; that is no part of its name."""
     segment.unlink()
-    assert Path("/dev/shm", segment.name) not in shared_memory_of([os.getpid()])
+    assert Path("/dev/shm", segment.name) in shared_memory_of([os.getpid()])
 
 
 def test_a_process_that_is_gone_has_no_shared_memory():

@@ -158,6 +158,11 @@ async def start_request(group, router: Router, request=None) -> asyncio.Future:
 # Answers
 
 
+async def first_chunk(router):
+    """Get the first piece of a stream."""
+    return await anext(aiter(router.stream(ask())))
+
+
 async def test_chat_gives_the_answer_of_the_backend():
     """The text comes back, with who answered, at which attempt, and how long it took."""
     async with Router({"m": FakeBackend(echo)}) as router:
@@ -461,14 +466,14 @@ async def test_a_deadline_covers_all_attempts():
     """Retries get no time of their own."""
 
     async def slow_death(_):
-        await anyio.sleep(0.1)
+        await anyio.sleep(0.01)
         return died()
 
     backends = [FakeBackend(slow_death, name=str(number)) for number in range(100)]
     async with Router({"m": backends}, max_attempts=100) as router:
         with pytest.raises(RequestTimeoutError):
-            await router.chat(ask(timeout_s=0.25))
-    assert 3 == sum(len(backend.requests) for backend in backends)
+            await router.chat(ask(timeout_s=0.2))
+    assert sum(len(backend.requests) for backend in backends) < 100
 
 
 async def test_a_deadline_covers_a_whole_stream():
@@ -477,7 +482,7 @@ async def test_a_deadline_covers_a_whole_stream():
     async with Router({"m": backend}) as router:
         chunks = []
         with pytest.raises(RequestTimeoutError):
-            await read_stream(router, ask(timeout_s=0.05), chunks)
+            await read_stream(router, ask(timeout_s=0.3), chunks)
         assert (3, 1, True) == (len(chunks), backend.closed_streams, is_idle(router))
     assert {Outcome.TIMED_OUT: 1} == outcomes(router)
 
@@ -608,7 +613,7 @@ async def test_a_cancelled_reader_of_a_stream_aborts_it():
     backend = Breaking(2, None)
     chunks = []
     async with Router({"m": backend}) as router:
-        with anyio.move_on_after(0.05):
+        with anyio.move_on_after(0.3):
             async with contextlib.aclosing(router.stream(ask())) as stream:
                 async for chunk in stream:
                     chunks.append(chunk)  # noqa: PERF401
@@ -741,7 +746,7 @@ async def test_a_cancelled_chat_many_leaves_nothing_running():
     backend = FakeBackend(echo)
     backend.hold()
     async with Router({"m": backend}) as router:
-        with anyio.move_on_after(0.05):
+        with anyio.move_on_after(0.3):
             await router.chat_many([ask()] * 10)
         assert (10, 0, True) == (len(backend.requests), backend.in_flight, is_idle(router))
 
@@ -805,7 +810,7 @@ async def test_a_router_is_unusable_before_its_start():
     with pytest.raises(RouterClosedError, match=r"not started.*async with"):
         await router.chat(ask())
     with pytest.raises(RouterClosedError):
-        await anext(aiter(router.stream(ask())))
+        await first_chunk(router)
     with pytest.raises(RouterClosedError):
         await router.chat_many([ask()])
 
@@ -817,7 +822,7 @@ async def test_a_router_is_unusable_after_its_end():
     with pytest.raises(RouterClosedError, match="closed"):
         await router.chat(ask())
     with pytest.raises(RouterClosedError):
-        await anext(aiter(router.stream(ask())))
+        await first_chunk(router)
 
 
 async def test_a_router_starts_once():
@@ -928,11 +933,12 @@ async def test_start_and_close_may_come_from_different_tasks():
 
 
 async def test_a_router_outlives_the_scope_that_started_it():
-    """A deadline around `start` doesn't end the backends later."""
+    """A scope around `start`, cancelled later, doesn't end the backends."""
     router = Router({"m": FakeBackend(echo)})
-    with anyio.fail_after(0.05):
+    with anyio.CancelScope() as scope:
         await router.start()
-    await anyio.sleep(0.1)
+    scope.cancel()
+    await anyio.wait_all_tasks_blocked()
     assert "you said: hi" == (await router.chat(ask())).text
     await router.aclose()
 
@@ -1079,7 +1085,7 @@ async def test_another_event_loop_is_refused():
         errors = []
 
         async def use() -> None:
-            for call in (router.chat(ask()), anext(aiter(router.stream(ask()))), router.aclose()):
+            for call in (router.chat(ask()), first_chunk(router), router.aclose()):
                 try:
                     await call
                 except WrongLoopError as error:
@@ -1202,7 +1208,7 @@ async def ask_many(router: Router, requests: list[InferenceRequest]) -> set[str]
 
 
 @pytest.mark.parametrize("capacity", [None, 100])
-async def test_ten_thousand_requests_at_once_are_all_answered(capacity, record_property):
+async def test_ten_thousand_requests_at_once_are_all_answered(capacity, record_testsuite_property):
     """None is lost or mixed up, the limit holds, and nothing is kept of them afterwards."""
     backends = [FakeBackend(echo, name=name) for name in ("a", "b")]
     requests = [ask(str(number)) for number in range(10_000)]
@@ -1215,8 +1221,8 @@ async def test_ten_thousand_requests_at_once_are_all_answered(capacity, record_p
         del texts
         blocks_now, rss_now = memory_in_use()
         more_blocks, more_rss = blocks_now - blocks, rss_now - rss
-        record_property("blocks_kept", more_blocks)
-        record_property("rss_grown_bytes", more_rss)
+        record_testsuite_property(f"blocks_kept_{capacity}", more_blocks)
+        record_testsuite_property(f"rss_grown_bytes_{capacity}", more_rss)
         assert (set(), {Outcome.OK: 10_100}, True) == (lost, outcomes(router), is_idle(router))
     assert more_blocks < 5_000, "less than one object is kept for two requests"
     assert more_rss < 200 << 20, "20 KiB a request, what they all hold at once included"

@@ -87,10 +87,18 @@ class Channel(asyncio.Protocol, Generic[_Out, _In]):
             self._transport.close()
 
     def _flush(self) -> None:
-        if self._outgoing and self._transport is not None:
-            payload = self._encoder.encode(self._outgoing)
+        if self._outgoing:
+            batch, self._outgoing = self._outgoing, []
+            self._write(batch)
+
+    def _write(self, batch: list[_Out]) -> None:
+        payload = self._encoder.encode(batch)
+        if len(payload) > MAX_FRAME_BYTES and len(batch) > 1:
+            half = len(batch) // 2
+            self._write(batch[:half])
+            self._write(batch[half:])
+        elif self._transport is not None:
             self._transport.write(len(payload).to_bytes(4, "big") + payload)
-        self._outgoing.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport; called by asyncio."""
