@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import itertools
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +38,14 @@ def make_work_dir() -> str:
     return tempfile.mkdtemp(
         prefix="agoge-", dir=parent if len(parent) <= _TMP_PATH_LIMIT else "/tmp"
     )
+
+
+def _compile_cache_dir() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{tempfile.gettempdir()}/torchinductor_{user}"
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
@@ -148,6 +158,8 @@ def engine_environment(
     }
     visible = visible_gpus(parent)
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index] for index in gpus)
+    # Where torch keeps by default what it compiles; in TMPDIR it would go with the engine.
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", _compile_cache_dir())
     environment["TMPDIR"] = work_dir
     environment["VLLM_RPC_BASE_PATH"] = work_dir
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
