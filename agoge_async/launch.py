@@ -32,13 +32,7 @@ def make_pools(config: RouterConfig, on_progress: ProgressReport) -> dict[str, P
         ConfigError: GPUs are given wrongly, or a local model path doesn't exist.
     """
     models = config.models
-    visible = visible_gpus(os.environ)
-    gpus = assign_gpus(
-        {name: model.gpus for name, model in models.items()},
-        {name: model.num_workers for name, model in models.items()},
-        {name: model.gpus_per_replica for name, model in models.items()},
-        len(visible),
-    )
+    gpus = plan_gpus(config)
     num_replicas = sum(model.num_workers for model in models.values())
     starts = anyio.Semaphore(_concurrent_starts(_available_bytes()))
     threads = max(1, _usable_cores() // num_replicas)
@@ -62,6 +56,21 @@ def make_pools(config: RouterConfig, on_progress: ProgressReport) -> dict[str, P
         slots = Slots(name, capacity=limits.max_concurrency, max_queued=limits.max_queued)
         pools[name] = Pool(name, backends, policy=make_policy(model.routing), slots=slots)
     return pools
+
+
+def plan_gpus(config: RouterConfig) -> dict[str, list[list[int]]]:
+    """Say which GPUs each replica of each model would get here; empty lists: the CPU.
+
+    Raises:
+        ConfigError: GPUs are given wrongly.
+    """
+    models = config.models
+    return assign_gpus(
+        {name: model.gpus for name, model in models.items()},
+        {name: model.num_workers for name, model in models.items()},
+        {name: model.gpus_per_replica for name, model in models.items()},
+        len(visible_gpus(os.environ)),
+    )
 
 
 def _spec_factory(

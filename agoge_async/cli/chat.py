@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import typer
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from rich.console import Console
 
@@ -271,6 +272,7 @@ def terminal_line() -> str | None:
     try:
         return input("> ")
     except EOFError:
+        typer.echo()  # the shell's prompt comes next
         return None
 
 

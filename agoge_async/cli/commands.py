@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -16,8 +15,7 @@ from agoge_async.cli.demo import run_demo
 from agoge_async.cli.doctor import run_doctor
 from agoge_async.cli.output import make_console, reported_errors
 from agoge_async.config import RouterConfig, load_config
-from agoge_async.engine.devices import assign_gpus, visible_gpus
-from agoge_async.launch import make_pools
+from agoge_async.launch import make_pools, plan_gpus
 from agoge_async.router import Router
 
 app = typer.Typer(
@@ -133,12 +131,7 @@ def doctor() -> None:
 def describe_config(config: RouterConfig) -> Iterator[str]:
     """Say what a valid configuration would start, and where."""
     models = config.models
-    gpus = assign_gpus(
-        {name: model.gpus for name, model in models.items()},
-        {name: model.num_workers for name, model in models.items()},
-        {name: model.gpus_per_replica for name, model in models.items()},
-        len(visible_gpus(os.environ)),
-    )
+    gpus = plan_gpus(config)
     for name, model in models.items():
         yield f"{name}: {model.backend}, {model.engine_args.get('model', name)}"
         for index, devices in enumerate(gpus[name]):

@@ -144,9 +144,10 @@ class _Demo:
         self._title("1. A word problem, streamed")
         self._say("user", STREAM_QUESTION)
         self._label("model")
+        request = self._request(messages=STREAM_QUESTION)
         began = time.perf_counter()
         first_token_s = None
-        stream = self._router.stream(self._request(messages=STREAM_QUESTION))
+        stream = self._router.stream(request)
         async with contextlib.aclosing(stream):
             async for chunk in stream:
                 if chunk.text and first_token_s is None:

@@ -186,6 +186,12 @@ class EngineProcess:
             with anyio.move_on_after(timeout_s):
                 await self._launch()
                 await self._ready_or_gone.wait()
+        except ModuleNotFoundError as error:
+            await self._end_group()
+            cause = f"{error}; install agoge_async[cpu] or agoge_async[gpu]"
+            raise EngineStartError(
+                f"engine {self.spec.name} can't start: {cause}", backend=self.spec.name, cause=cause
+            ) from error
         except BaseException:
             await self._end_group()
             raise
@@ -283,21 +289,20 @@ class EngineProcess:
         self._fail_all(self._died_error())
 
     async def _launch(self) -> None:
-        data, their_data = socket.socketpair()
-        control, their_control = socket.socketpair()
-        log_reader, their_log = multiprocessing.connection.Pipe(duplex=False)
-        self._data = await Channel.open(data, Reply, self._on_reply, self._on_closed)
-        self._control = await Channel.open(
-            control, ToParentControl, self._on_control, self._on_closed
-        )
-        self._log = LogPump(self.spec.name, log_reader)
-        try:
+        with contextlib.ExitStack() as their_ends:
+            data, their_data = socket.socketpair()
+            control, their_control = socket.socketpair()
+            log_reader, their_log = multiprocessing.connection.Pipe(duplex=False)
+            for end in (their_data, their_control, their_log):
+                their_ends.callback(end.close)
+            self._log = LogPump(self.spec.name, log_reader)
+            self._data = await Channel.open(data, Reply, self._on_reply, self._on_closed)
+            self._control = await Channel.open(
+                control, ToParentControl, self._on_control, self._on_closed
+            )
             self._process = await anyio.to_thread.run_sync(
                 _spawn, self.spec, their_data, their_control, their_log
             )
-        finally:
-            for end in (their_data, their_control, their_log):
-                end.close()
         atexit.register(self._kill)
 
     def _on_reply(self, reply: Reply) -> None:
