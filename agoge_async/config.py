@@ -8,13 +8,21 @@ replaced by an environment variable, `${here}` by the folder of the file that it
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 
 from agoge_async.errors import ConfigError
 from agoge_async.routing import PolicyName
@@ -29,6 +37,14 @@ class ConfigModel(BaseModel):
     """Base of configuration sections: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", defer_build=True, frozen=True)
+
+
+_PARALLEL_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+)
+_OWN_VARIABLES = frozenset({"CUDA_VISIBLE_DEVICES", "TMPDIR", "VLLM_RPC_BASE_PATH"})
 
 
 class LimitsConfig(ConfigModel):
@@ -59,10 +75,10 @@ class VLLMConfig(ConfigModel):
     """Replicas: engines with the whole model each."""
     gpus: list[list[Annotated[int, Field(ge=0)]]] | None = None
     """One list of GPU indices a replica; None: the next free ones, or the CPU without any."""
-    env: dict[str, str] = {}
-    """Environment variables of the engine's processes."""
+    env: dict[str, SecretStr] = {}
+    """Environment variables of the engine's processes; their values appear nowhere."""
     tool_call_parser: str | None = None
-    """vLLM's parser for tool calls, such as hermes; needed for tools of the model's choice."""
+    """vLLM's parser for tool calls, such as hermes; without one, tools are refused."""
     reasoning_parser: str | None = None
     """vLLM's parser that sets thinking apart, such as qwen3."""
     chat_template: str | None = None
@@ -74,14 +90,30 @@ class VLLMConfig(ConfigModel):
     routing: PolicyName = "least_loaded"
     """How requests are spread over the replicas."""
 
+    @field_validator("engine_args")
+    @classmethod
+    def _check_engine_args(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for size in _PARALLEL_SIZES:
+            value = arguments.get(size, 1)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{size} must be a whole number of at least 1, got {value!r}")
+        if arguments.get("data_parallel_size", 1) != 1:
+            raise ValueError("data_parallel_size: use num_workers, which makes whole replicas")
+        if "worker_extension_cls" in arguments:
+            raise ValueError("worker_extension_cls is taken: agoge_async has its own in there")
+        return arguments
+
+    @field_validator("env")
+    @classmethod
+    def _check_env(cls, env: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        if taken := _OWN_VARIABLES & env.keys():
+            raise ValueError(f"{', '.join(sorted(taken))}: set by agoge_async; GPUs go in gpus")
+        return env
+
     @property
     def gpus_per_replica(self) -> int:
         """GPUs that one engine spans."""
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        product = 1
-        for size in sizes:
-            product *= int(self.engine_args.get(size, 1))
-        return product
+        return math.prod(self.engine_args.get(size, 1) for size in _PARALLEL_SIZES)
 
 
 class RouterConfig(ConfigModel):
@@ -247,5 +279,8 @@ def _config_error(error: ValidationError, source: str) -> ConfigError:
     elif fault["type"] == "missing":
         message = f"{key} is required"
     else:
-        message = f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+        problem = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] != "value_error":
+            problem = problem[0].lower() + problem[1:]
+        message = f"{key}: {problem}"
     return ConfigError(f"{source}: {message}", key=key, source=source)

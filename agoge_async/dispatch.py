@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import anyio
 
@@ -19,6 +19,7 @@ from agoge_async.assembly import join_chunks
 from agoge_async.backends.base import Backend, ChunkStream
 from agoge_async.errors import (
     BackendError,
+    EngineDiedError,
     QueueFullError,
     RequestError,
     RequestTimeoutError,
@@ -54,6 +55,8 @@ class _Trip:
         self.deadline = anyio.current_time() + timeout_s
         self.started = time.perf_counter()
         self.attempts = 0
+        self.failed: set[str] = set()
+        self.deaths = 0
         self.backend: str | None = None
         self.waiting_s = 0.0
         self.usage: Usage | None = None
@@ -188,45 +191,48 @@ class Dispatcher:
     async def _attempt_all(
         self, trip: _Trip, call: Callable[[Backend], Awaitable[_Result]]
     ) -> _Result:
-        """Call one replica after the other until one answers, holding a slot for each try."""
-        failed: set[str] = set()
-        while True:
-            async with self._attempt(trip, failed) as replica:
-                try:
-                    return await call(replica.backend)
-                except BackendError as error:
-                    failed.add(replica.backend.name)
-                    if not self._may_retry(trip, error, failed):
-                        raise
+        """Call one replica after the other until one answers.
 
-    def _may_retry(self, trip: _Trip, error: BackendError, failed: set[str]) -> bool:
-        is_last = trip.attempts >= self._max_attempts or not trip.pool.has_other(failed)
-        if error.retryable and not is_last:
+        Nothing is waited for between two attempts, so that one slot serves them all.
+        """
+        async with trip.pool.slots:
+            while True:
+                async with self._replica(trip) as replica:
+                    try:
+                        return await call(replica.backend)
+                    except BackendError as error:
+                        if not self._may_retry(trip, error):
+                            raise
+
+    def _may_retry(self, trip: _Trip, error: BackendError) -> bool:
+        """Take note of a failure, and say whether another replica shall try."""
+        trip.failed.add(trip.backend or "")
+        # A request that engines die of must not go through them all.
+        is_deadly = isinstance(error, EngineDiedError) and trip.deaths > 0
+        trip.deaths += isinstance(error, EngineDiedError)
+        is_last = trip.attempts >= self._max_attempts or not trip.pool.has_other(trip.failed)
+        if error.retryable and not is_last and not is_deadly:
             return True
         if trip.attempts > 1:
-            error.add_note(f"after {trip.attempts} attempts, on {', '.join(sorted(failed))}")
+            error.add_note(f"after {trip.attempts} attempts, on {', '.join(sorted(trip.failed))}")
         return False
 
     @contextlib.asynccontextmanager
-    async def _attempt(self, trip: _Trip, failed: set[str]) -> AsyncGenerator[Replica, None]:
-        """Hold a slot and a replica."""
+    async def _replica(self, trip: _Trip) -> AsyncGenerator[Replica, None]:
+        """Hold a replica that hasn't failed the request yet."""
         request, pool = trip.request, trip.pool
-        await pool.slots.acquire()
+        prefix = request.affinity_text() if pool.uses_prefixes else ""
+        context = RoutingContext(
+            session_id=request.session_id, group_id=request.group_id, prefix=prefix
+        )
+        replica = await pool.choose(context, trip.failed)
+        trip.attempts += 1
+        trip.backend = replica.backend.name
+        trip.waiting_s = time.perf_counter() - trip.started
         try:
-            prefix = request.affinity_text() if pool.uses_prefixes else ""
-            context = RoutingContext(
-                session_id=request.session_id, group_id=request.group_id, prefix=prefix
-            )
-            replica = await pool.choose(context, failed)
-            trip.attempts += 1
-            trip.backend = replica.backend.name
-            trip.waiting_s = time.perf_counter() - trip.started
-            try:
-                yield replica
-            finally:
-                pool.release(replica)
+            yield replica
         finally:
-            pool.slots.release()
+            pool.release(replica)
 
     def stream(self, pool: Pool, request: InferenceRequest) -> ChatStream:
         """Get an answer in pieces; iterating raises as `submit` does."""
@@ -250,10 +256,10 @@ class Dispatcher:
         self, trip: _Trip, request: InferenceRequest, held: contextlib.AsyncExitStack
     ) -> tuple[ChunkStream, ChatChunk | None]:
         """Get a stream's first chunk; `held` keeps what it holds until the stream has ended."""
-        failed: set[str] = set()
+        await held.enter_async_context(trip.pool.slots)
         while True:
             async with contextlib.AsyncExitStack() as tried:
-                replica = await tried.enter_async_context(self._attempt(trip, failed))
+                replica = await tried.enter_async_context(self._replica(trip))
                 backend = replica.backend
                 try:
                     backend.capabilities.check_chat(request, backend.name)
@@ -261,8 +267,7 @@ class Dispatcher:
                     tried.push_async_callback(source.aclose)
                     chunk = await anext(source, None)
                 except BackendError as error:
-                    failed.add(backend.name)
-                    if not self._may_retry(trip, error, failed):
+                    if not self._may_retry(trip, error):
                         raise
                     continue
                 held.push_async_exit(tried.pop_all())
@@ -286,7 +291,11 @@ class _StreamLog:
 
 
 class ChatStream:
-    """The pieces of an answer: `async for chunk in stream`, once."""
+    """The pieces of an answer: `async for chunk in stream`, once.
+
+    Leaving the loop early aborts the rest when the stream is dropped; `async with stream` or
+    `aclose()` does it at once.
+    """
 
     def __init__(self, chunks: AsyncGenerator[ChatChunk, None], log: _StreamLog) -> None:
         self._chunks = chunks
@@ -295,6 +304,14 @@ class ChatStream:
     def __aiter__(self) -> AsyncGenerator[ChatChunk, None]:
         """Iterate over the pieces."""
         return self._chunks
+
+    async def __aenter__(self) -> Self:
+        """Give the stream itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Abort what is left."""
+        await self.aclose()
 
     async def aclose(self) -> None:
         """Abort what is left; does nothing after the end."""

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 
 from agoge_async.backends.local import LocalBackend, RestartPolicy
 from agoge_async.config import RouterConfig, VLLMConfig
-from agoge_async.engine.devices import assign_gpus, engine_environment, visible_gpus
+from agoge_async.engine.devices import (
+    assign_gpus,
+    available_bytes,
+    engine_environment,
+    visible_gpus,
+)
 from agoge_async.engine.messages import EngineSpec
 from agoge_async.errors import ConfigError
 from agoge_async.limits import Slots
 from agoge_async.pool import Pool
 from agoge_async.routing import make_policy
 
-_START_BYTES = 3 << 30
-"""What an engine's three processes hold while they start, weights and KV cache aside; measured at
-2.4 GiB with vLLM 0.32 on the CPU (2026-11)."""
+_ENGINE_BYTES = 3 << 30
+"""Memory that an engine's three processes take, the weights aside: their resident sets came to
+2.2 GiB with vLLM 0.32 on the CPU, the tiny model and a KV cache of 256 MiB (2026-11)."""
+_MAX_CPU_KV_CACHE_BYTES = 4 << 30
+"""The KV cache of a CPU engine that is given none; vLLM's own default is half of all memory."""
 
+Arguments = dict[str, Any]
 ProgressReport = Callable[[str, str], None]
 """Told of each stage of each replica's start: replica, stage."""
 
@@ -32,17 +42,19 @@ def make_pools(config: RouterConfig, on_progress: ProgressReport) -> dict[str, P
         ConfigError: GPUs are given wrongly, or a local model path doesn't exist.
     """
     models = config.models
+    environ = dict(os.environ)  # as it is now: a restart must not find other GPUs under an index
     gpus = plan_gpus(config)
-    num_replicas = sum(model.num_workers for model in models.values())
-    starts = anyio.Semaphore(_concurrent_starts(_available_bytes()))
-    threads = max(1, _usable_cores() // num_replicas)
+    replicas = [devices for name in models for devices in gpus[name]]
+    memory = available_bytes()
+    starts = anyio.Semaphore(max(1, memory // _ENGINE_BYTES))
+    cpu_share = CPUShare.of(memory, replicas.count([]))
     pools = {}
     for name, model in models.items():
         _check_model_path(name, model)
         backends = [
             LocalBackend(
                 f"{name}/{index}",
-                _spec_factory(name, index, model, gpus[name][index], threads),
+                _spec_factory(f"{name}/{index}", name, model, devices, cpu_share, environ),
                 start_timeout_s=model.start_timeout_s,
                 restart=RestartPolicy(
                     max_restarts=model.restart.max_restarts, backoff_s=model.restart.backoff_s
@@ -50,12 +62,42 @@ def make_pools(config: RouterConfig, on_progress: ProgressReport) -> dict[str, P
                 start_slots=starts,
                 on_progress=on_progress,
             )
-            for index in range(model.num_workers)
+            for index, devices in enumerate(gpus[name])
         ]
         limits = model.limits
         slots = Slots(name, capacity=limits.max_concurrency, max_queued=limits.max_queued)
         pools[name] = Pool(name, backends, policy=make_policy(model.routing), slots=slots)
     return pools
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CPUShare:
+    """What of this machine a CPU engine gets, where its configuration doesn't say."""
+
+    num_threads: int
+    kv_cache_bytes: int
+
+    @classmethod
+    def of(cls, memory: int, num_engines: int) -> CPUShare:
+        """Share cores, and two fifths of the memory, evenly among the CPU engines."""
+        engines = max(1, num_engines)
+        kv_cache_bytes = min(_MAX_CPU_KV_CACHE_BYTES, memory * 2 // 5 // engines)
+        return cls(
+            num_threads=max(1, len(os.sched_getaffinity(0)) // engines),
+            kv_cache_bytes=kv_cache_bytes,
+        )
+
+    def defaults(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Arguments:
+        """Give the engine arguments of a CPU engine that differ from vLLM's defaults.
+
+        vLLM takes a share of all memory, which must be free, for each engine; and a request with a
+        seed whose prefill is cut in chunks ends a CPU engine (vLLM 0.32, `gpu_model_runner`).
+        """
+        defaults: Arguments = {"enable_chunked_prefill": False}
+        sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization", "VLLM_CPU_KVCACHE_SPACE"}
+        if not sizes & (arguments.keys() | environment.keys()):
+            defaults["kv_cache_memory_bytes"] = self.kv_cache_bytes
+        return defaults
 
 
 def plan_gpus(config: RouterConfig) -> dict[str, list[list[int]]]:
@@ -74,16 +116,28 @@ def plan_gpus(config: RouterConfig) -> dict[str, list[list[int]]]:
 
 
 def _spec_factory(
-    name: str, index: int, model: VLLMConfig, gpus: list[int], num_threads: int
+    replica: str,
+    model_name: str,
+    model: VLLMConfig,
+    gpus: list[int],
+    cpu_share: CPUShare,
+    environ: Mapping[str, str],
 ) -> Callable[[str], EngineSpec]:
     def make_spec(work_dir: str) -> EngineSpec:
         environment = engine_environment(
-            os.environ, gpus=gpus, num_threads=num_threads, work_dir=work_dir, extra=model.env
+            environ,
+            gpus=gpus,
+            num_threads=cpu_share.num_threads,
+            work_dir=work_dir,
+            extra={key: value.get_secret_value() for key, value in model.env.items()},
         )
+        arguments = {"model": model_name} | model.engine_args
+        if not gpus:
+            arguments = cpu_share.defaults(arguments, environment) | arguments
         return EngineSpec(
-            name=f"{name}/{index}",
-            served_model=name,
-            engine_args={"model": name} | dict(model.engine_args),
+            name=replica,
+            served_model=model_name,
+            engine_args=arguments | {"model": _expanded(str(arguments["model"]))},
             environment=environment,
             work_dir=work_dir,
             parent_pid=os.getpid(),
@@ -95,26 +149,15 @@ def _spec_factory(
     return make_spec
 
 
+def _expanded(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
 def _check_model_path(name: str, model: VLLMConfig) -> None:
     """Refuse a path that isn't there before vLLM takes it for the name of a hub's model."""
     path = str(model.engine_args.get("model", name))
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+    if path.startswith(("/", "./", "../", "~")) and not Path(_expanded(path)).is_dir():
         raise ConfigError(
             f"models.{name}.engine_args.model: no folder {path}; give a model's folder or a hub id",
             key=f"models.{name}.engine_args.model",
         )
-
-
-def _concurrent_starts(available_bytes: int) -> int:
-    return max(1, available_bytes // _START_BYTES)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return _START_BYTES
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0))

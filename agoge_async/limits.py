@@ -54,6 +54,14 @@ class Slots:
         finally:
             self.queued -= 1
 
+    async def __aenter__(self) -> None:
+        """Take a slot, as `acquire` does."""
+        await self.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        """Give the slot back."""
+        self.release()
+
     def release(self) -> None:
         """Give a slot back."""
         self.in_use -= 1

@@ -137,6 +137,8 @@ SaidContent = Annotated[
 class FunctionCall(StrictModel):
     """Which function the model calls, and with what."""
 
+    model_config = ConfigDict(extra="ignore")  # providers add fields
+
     name: Unicode
     arguments: Unicode
     """JSON text as the model wrote it; not necessarily valid."""
@@ -144,6 +146,8 @@ class FunctionCall(StrictModel):
 
 class ToolCall(StrictModel):
     """One call of a tool by the model."""
+
+    model_config = ConfigDict(extra="ignore")  # providers add fields
 
     id: Unicode
     type: Literal["function"] = "function"
@@ -168,6 +172,8 @@ class UserMessage(StrictModel):
 
 class AssistantMessage(StrictModel):
     """What the model said."""
+
+    model_config = ConfigDict(extra="ignore")  # providers add fields
 
     role: Literal["assistant"] = "assistant"
     content: SaidContent | None = None

@@ -74,12 +74,15 @@ class Pool:
         """
         while True:
             serving = self._serving(excluded)
+            waiting = [r for r in self._fresh(excluded) if r.backend.may_serve_later]
+            if not serving and not waiting:
+                serving = self._serving(())  # one that failed before is better than none
             if serving:
                 replica = self._pick(context, serving)
                 replica.in_flight += 1
                 replica.attempts += 1
                 return replica
-            if not any(replica.backend.may_serve_later for replica in self._replicas.values()):
+            if not waiting:
                 raise self._nobody()
             await self._changed.wait()
 
@@ -108,12 +111,11 @@ class Pool:
             },
         )
 
+    def _fresh(self, excluded: Collection[str]) -> list[Replica]:
+        return [replica for name, replica in self._replicas.items() if name not in excluded]
+
     def _serving(self, excluded: Collection[str]) -> list[Replica]:
-        return [
-            replica
-            for name, replica in self._replicas.items()
-            if replica.backend.is_serving and name not in excluded
-        ]
+        return [replica for replica in self._fresh(excluded) if replica.backend.is_serving]
 
     def _pick(self, context: RoutingContext, serving: Sequence[Replica]) -> Replica:
         if len(serving) == 1:

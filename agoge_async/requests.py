@@ -179,6 +179,12 @@ class BaseRequest(StrictModel):
             mode="json", by_alias=True, exclude_none=True, exclude=set(self.routing_fields)
         )
 
+    def wire_json(self) -> bytes:
+        """Give `wire()` as JSON."""
+        return self.model_dump_json(
+            by_alias=True, exclude_none=True, exclude=set(self.routing_fields)
+        ).encode()
+
     def affinity_text(self) -> str:
         """Give text that starts alike for prompts that share a prefix."""
         raise NotImplementedError

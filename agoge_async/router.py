@@ -82,6 +82,9 @@ class Router:
         if not models:
             raise ValueError("a router needs at least one model")
         self._pools = {name: _as_pool(name, model) for name, model in models.items()}
+        backends = [id(backend) for pool in self._pools.values() for backend in pool.backends]
+        if len(set(backends)) != len(backends):
+            raise ValueError("a backend serves one model; make another one for the second")
         self._dispatcher = Dispatcher(
             request_timeout_s=request_timeout_s, max_attempts=max_attempts, on_record=on_record
         )
@@ -189,7 +192,10 @@ class Router:
                 self._close_requested.set()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_S):
             await asyncio.wait({self._owner})
-        self._state = _State.CLOSED
+        if self._owner.done():
+            self._state = _State.CLOSED
+        else:
+            logger.error("%r: backends did not end within %g s", self, CLOSE_S)
 
     async def _own_backends(self, settled: asyncio.Event) -> None:
         backends = [backend for pool in self._pools.values() for backend in pool.backends]
@@ -284,7 +290,8 @@ class Router:
 
         A closed router and an unknown model are told at once, all else by iterating, as by `chat`.
         A replica that fails before its first piece is replaced; after that the failure is raised.
-        Leaving the loop early aborts the rest.
+        Leaving the loop early aborts the rest, at the latest when the stream is dropped; with
+        `async with router.stream(request) as stream` at once.
         """
         self._check_usable()
         return self._dispatcher.stream(self.pool(request.model), request)

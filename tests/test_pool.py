@@ -140,11 +140,11 @@ async def test_a_wait_ends_when_the_last_hope_fails():
     assert isinstance(waiting.exception(), NoReplicaError)
 
 
-async def test_excluding_all_that_serve_is_an_error():
-    """Waiting wouldn't help."""
-    pool, _ = make("a", "b")
-    with pytest.raises(NoReplicaError):
-        await pool.choose(ANYBODY, {"a", "b"})
+async def test_a_replica_that_failed_before_is_better_than_none():
+    """Excluded ones are taken when no other can be waited for."""
+    pool, (_, second) = make("a", "b")
+    second.become("failed")
+    assert "a" == (await pool.choose(ANYBODY, {"a"})).backend.name
 
 
 def test_has_other_counts_those_that_serve():

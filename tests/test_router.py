@@ -56,6 +56,10 @@ def died(name: str = "fake") -> EngineDiedError:
     return EngineDiedError(f"engine {name} died", backend=name)
 
 
+def failed(name: str = "fake") -> GenerationError:
+    return GenerationError(f"engine {name} failed the request", backend=name)
+
+
 class Breaking(FakeBackend):
     """Streams this many chunks of its answer, then raises; `None`: all of them, then waits."""
 
@@ -259,12 +263,50 @@ async def test_a_retryable_failure_goes_to_another_replica():
 async def test_the_last_error_tells_where_the_request_has_been():
     """After every replica failed, the error of the last one carries a note."""
     names = ["a", "b", "c"]
-    backends = [FakeBackend(lambda _, name=name: died(name), name=name) for name in names]
+    backends = [FakeBackend(lambda _, name=name: failed(name), name=name) for name in names]
     async with Router({"m": Pool("m", backends, policy=RoundRobin())}) as router:
-        with pytest.raises(EngineDiedError) as caught:
+        with pytest.raises(GenerationError) as caught:
             await router.chat(ask())
     assert ["after 3 attempts, on a, b, c"] == caught.value.__notes__
     assert [1, 1, 1] == [len(backend.requests) for backend in backends]
+
+
+async def test_a_request_that_kills_engines_kills_two_at_most():
+    """Others are left to serve, whatever `max_attempts` says."""
+    backends = [FakeBackend(lambda _, n=n: died(n), name=n) for n in ("a", "b", "c")]
+    async with Router({"m": backends}) as router:
+        with pytest.raises(EngineDiedError):
+            await router.chat(ask())
+    assert 2 == sum(len(backend.requests) for backend in backends)
+
+
+async def test_a_failover_keeps_its_slot():
+    """A queue that is full can't refuse the second attempt."""
+    first = FakeBackend(lambda _: failed("a"), name="a")
+    second = FakeBackend(lambda _: "b", name="b")
+    pool = Pool(
+        "m", [first, second], policy=RoundRobin(), slots=Slots("m", capacity=1, max_queued=1)
+    )
+    first.hold()
+    async with Router({"m": pool}) as router, anyio.create_task_group() as group:
+        answers = []
+
+        async def call():
+            answers.append((await router.chat(ask())).text)
+
+        group.start_soon(call)
+        await first.wait_arrived(1)
+        group.start_soon(call)
+        await anyio.wait_all_tasks_blocked()
+        first.release()
+    assert ["b", "b"] == answers
+
+
+async def test_a_backend_under_two_names_is_refused():
+    """It would be run twice."""
+    backend = FakeBackend(echo)
+    with pytest.raises(ValueError, match="serves one model"):
+        Router({"m": backend, "n": backend})
 
 
 async def test_an_error_of_the_only_replica_has_no_note():
@@ -467,7 +509,7 @@ async def test_a_deadline_covers_all_attempts():
 
     async def slow_death(_):
         await anyio.sleep(0.01)
-        return died()
+        return failed()
 
     backends = [FakeBackend(slow_death, name=str(number)) for number in range(100)]
     async with Router({"m": backends}, max_attempts=100) as router:

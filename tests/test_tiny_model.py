@@ -194,10 +194,9 @@ def test_model_calls_the_calculator(tokenizer: Any, word_problems: ModuleType) -
     answers = complete(tokenizer, conversations, tools=[SCHEMA])
     calls = [CALL_TEXT.replace("7+5", problem.expression) for problem in problems]
     assert sum(text.startswith("<tool_call>") for text in answers) >= 9
-    assert sum(text == call for text, call in zip(answers, calls, strict=True)) >= 5
+    assert sum(text == call for text, call in zip(answers, calls, strict=True)) >= 8
 
 
-@pytest.mark.xfail(reason="the model often computes the result instead of copying the tool's")
 def test_model_copies_the_result(tokenizer: Any) -> None:
     question = "Tom has 7 apples and buys 5 more. How many apples does Tom have now?"
     called = call_message({"expression": "7+5"})

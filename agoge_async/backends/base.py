@@ -28,7 +28,7 @@ class Capabilities:
     versions: bool = False
     """Reports which weights sampled which token."""
     tools: bool = True
-    """Calls tools of its own choice (`tool_choice` "auto")."""
+    """Calls tools."""
     vision: bool = False
     """Understands images."""
 
@@ -42,8 +42,7 @@ class Capabilities:
             raise _unsupported(backend, "vision", "messages", "doesn't take images; send text only")
         if request.logprobs and not self.logprobs:
             raise _unsupported(backend, "logprobs", "logprobs", "reports no log probabilities")
-        chooses = request.tools and request.tool_choice in (None, "auto")
-        if chooses and not self.tools:
+        if request.tools and request.tool_choice != "none" and not self.tools:
             raise _unsupported(
                 backend,
                 "tools",

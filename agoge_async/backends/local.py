@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import anyio
+from pydantic import ValidationError
 
 from agoge_async.backends.base import Backend, BackendStatus, Capabilities
 from agoge_async.engine.devices import make_work_dir
@@ -21,9 +23,8 @@ from agoge_async.engine.messages import (
     Reply,
     ReplyKind,
     decode_fault,
-    encode_json,
 )
-from agoge_async.engine.process import EngineProcess, EngineStream
+from agoge_async.engine.process import EngineProcess, EngineStream, start_error
 from agoge_async.errors import (
     AgogeError,
     ContextLengthError,
@@ -37,11 +38,14 @@ from agoge_async.requests import InferenceRequest, TokenRequest
 from agoge_async.responses import (
     ChatChunk,
     InferenceResponse,
+    ResponseModel,
     StreamSummary,
     TokenResponse,
 )
 
 logger = logging.getLogger(__name__)
+
+_Shape = TypeVar("_Shape", bound=ResponseModel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,9 +141,8 @@ class LocalBackend(Backend):
         restarts = total_restarts = 0
         try:
             while True:
-                served_from = anyio.current_time()
-                error = await self._serve_once(started, total_restarts)
-                if anyio.current_time() - served_from > self._restart.healthy_after_s:
+                error, served_s = await self._serve_once(started, total_restarts)
+                if served_s > self._restart.healthy_after_s:
                     restarts = 0
                 if restarts >= self._restart.max_restarts:
                     self._set_status("failed", total_restarts, error)
@@ -154,21 +157,21 @@ class LocalBackend(Backend):
         finally:
             self._set_status("closed", total_restarts, None)
 
-    async def _serve_once(self, started: Callable[[], None], total_restarts: int) -> AgogeError:
-        """Start an engine and serve until its death; gives its error."""
-        engine = EngineProcess(
-            self._make_spec(make_work_dir()),
-            lambda stage: self._report(self.name, stage),
-        )
+    async def _serve_once(
+        self, started: Callable[[], None], total_restarts: int
+    ) -> tuple[AgogeError, float]:
+        """Start an engine and serve until its death; gives its error, and how long it served."""
         try:
-            try:
-                async with self._start_slots:
-                    info = await engine.start(self._start_timeout_s)
-            except EngineStartError as error:
-                if total_restarts == 0 and self._status.state == "starting":
-                    raise
-                return error
-            self._engine = engine
+            async with self._start_slots:
+                engine = self._make_engine()
+                info = await engine.start(self._start_timeout_s)
+        except EngineStartError as error:
+            if self._status.state == "starting":
+                raise
+            return error, 0.0
+        served_from = anyio.current_time()
+        self._engine = engine
+        try:
             logger.info(
                 "%s: serving with vLLM %s, pid %s", self.name, info.vllm_version, engine.pid
             )
@@ -176,10 +179,17 @@ class LocalBackend(Backend):
             started()
             await engine.wait_gone()
             self._set_status("restarting", total_restarts, None)
-            return await engine.bury()
+            return await engine.bury(), anyio.current_time() - served_from
         finally:
             self._engine = None
             await engine.aclose()
+
+    def _make_engine(self) -> EngineProcess:
+        try:
+            spec = self._make_spec(make_work_dir())
+        except Exception as error:
+            raise start_error(self.name, error) from error
+        return EngineProcess(spec, lambda stage: self._report(self.name, stage))
 
     def _set_status(self, state: str, restarts: int, error: AgogeError | None) -> None:
         self._status = BackendStatus(state=state, restarts=restarts, error=error)
@@ -188,21 +198,19 @@ class LocalBackend(Backend):
 
     async def chat(self, request: InferenceRequest) -> InferenceResponse:
         """Answer a chat."""
-        reply = await self._call(CallKind.CHAT, request)
-        return InferenceResponse.model_validate_json(reply.body)
+        return _parse(InferenceResponse, await self._call(CallKind.CHAT, request), self.name)
 
     async def generate(self, request: TokenRequest) -> TokenResponse:
         """Answer token ids with token ids."""
-        reply = await self._call(CallKind.GENERATE, request)
-        return TokenResponse.model_validate_json(reply.body)
+        return _parse(TokenResponse, await self._call(CallKind.GENERATE, request), self.name)
 
     async def stream(self, request: InferenceRequest) -> LocalStream:
         """Begin to answer a chat in pieces."""
-        body = encode_json(request.wire())
-        return LocalStream(self.name, await self.engine.stream(CallKind.CHAT_STREAM, body))
+        stream = await self.engine.stream(CallKind.CHAT_STREAM, request.wire_json())
+        return LocalStream(self.name, stream)
 
     async def _call(self, kind: CallKind, request: InferenceRequest | TokenRequest) -> Reply:
-        reply = await self.engine.call(kind, encode_json(request.wire()))
+        reply = await self.engine.call(kind, request.wire_json())
         if reply.kind is ReplyKind.ERROR:
             raise _error_of(reply, self.name)
         return reply
@@ -236,11 +244,11 @@ class LocalStream:
             self._is_open = False
             raise
         if reply.kind is ReplyKind.CHUNK:
-            return ChatChunk.model_validate_json(reply.body)
+            return _parse(ChatChunk, reply, self._backend)
         self._is_open = False
         if reply.kind is ReplyKind.ERROR:
             raise _error_of(reply, self._backend)
-        self.summary = StreamSummary.model_validate_json(reply.body)
+        self.summary = _parse(StreamSummary, reply, self._backend)
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
@@ -248,6 +256,16 @@ class LocalStream:
         if self._is_open:
             self._is_open = False
             self._stream.cancel()
+
+
+def _parse(shape: type[_Shape], reply: Reply, backend: str) -> _Shape:
+    """Read a reply; one that can't be read is the engine's failure, not the caller's."""
+    try:
+        return shape.model_validate_json(reply.body)
+    except ValidationError as error:
+        raise GenerationError(
+            f"engine {backend} gave an answer that can't be read: {error}", backend=backend
+        ) from error
 
 
 def _error_of(reply: Reply, backend: str) -> AgogeError:

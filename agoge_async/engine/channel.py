@@ -15,6 +15,8 @@ import msgspec
 
 MAX_FRAME_BYTES = 1 << 30
 """A length above this means that the stream is corrupt."""
+MAX_BODY_BYTES = MAX_FRAME_BYTES - 1024
+"""A message with a longer body doesn't fit a frame."""
 
 _Out = TypeVar("_Out")
 _In = TypeVar("_In")

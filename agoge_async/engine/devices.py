@@ -1,4 +1,4 @@
-"""Which GPUs and which environment an engine's child gets."""
+"""What of this machine an engine gets: GPUs, memory, a folder, an environment."""
 
 from __future__ import annotations
 
@@ -40,6 +40,24 @@ def make_work_dir() -> str:
     )
 
 
+def available_bytes() -> int:
+    """Say how much memory new processes may take: what is free, or what the container has left."""
+    limits = [
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except OSError:  # no version 2 control groups here
+        limit = "max"
+    if limit != "max":
+        limits.append(max(0, int(limit) - used))
+    return min(limits, default=0)
+
+
 def _compile_cache_dir() -> str:
     try:
         user = getpass.getuser()
@@ -55,8 +73,9 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
         named = [device.strip() for device in restricted.split(",")]
         # CUDA ignores all from the first name on that can't be one: -1 hides every GPU.
         return list(itertools.takewhile(lambda device: device and device[0] != "-", named))
-    cards = Path("/proc/driver/nvidia/gpus")
-    return [str(index) for index in range(len(list(cards.iterdir())))] if cards.is_dir() else []
+    cards = Path("/proc/driver/nvidia/gpus")  # not there in every container
+    found = list(cards.iterdir()) if cards.is_dir() else list(Path("/dev").glob("nvidia[0-9]*"))
+    return [str(index) for index in range(len(found))]
 
 
 def assign_gpus(

@@ -11,6 +11,8 @@ import signal
 import time
 from pathlib import Path
 
+GROUP_VARIABLE = "AGOGE_ENGINE_GROUP"
+"""Environment variable that holds an engine's group in all of its processes."""
 GROUP_POLL_S = 0.5
 """How often a process looks whether the one that it depends on is alive."""
 

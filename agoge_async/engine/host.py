@@ -16,12 +16,14 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator
+import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from agoge_async.engine.channel import Channel
-from agoge_async.engine.group import GROUP_POLL_S, kill_group, own_group
+from agoge_async.engine.group import GROUP_POLL_S, GROUP_VARIABLE, kill_group, own_group
 from agoge_async.engine.messages import (
     Call,
     Cancel,
@@ -57,11 +59,15 @@ def main(spec: EngineSpec, data: socket.socket, control: socket.socket, log: Con
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
     os.environ.clear()
     os.environ.update(spec.environment)
+    os.environ[GROUP_VARIABLE] = str(own_group())
     threading.Thread(target=_end_with_parent, args=(spec,), daemon=True).start()
-    code = _run(spec, data, control)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # atexit hooks of torch and vLLM could hang; the parent sweeps the group
+    code = START_FAILED_EXIT_CODE
+    try:
+        code = _run(spec, data, control)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # atexit hooks of torch and vLLM could hang; the parent sweeps the group
 
 
 def _end_with_parent(spec: EngineSpec) -> None:
@@ -82,14 +88,12 @@ def _run(spec: EngineSpec, data: socket.socket, control: socket.socket) -> int:
         early.send(Progress("loading the model"))
         engine = build_engine(spec)
         serving = Serving(engine, spec)
+        with _event_loop_runner() as runner:
+            return runner.run(Host(serving).run(data, control))
     except BaseException as error:  # noqa: BLE001  # the process boundary: the parent must know
-        import traceback
-
         traceback.print_exc()
         early.send(Failed(f"{type(error).__name__}: {error}".splitlines()[0]))
         return START_FAILED_EXIT_CODE
-    with _event_loop_runner() as runner:
-        return runner.run(Host(serving).run(data, control))
 
 
 def _event_loop_runner() -> asyncio.Runner:
@@ -101,16 +105,15 @@ def _event_loop_runner() -> asyncio.Runner:
 
 
 class _EarlyControl:
-    """Sends on the control socket before there is an event loop."""
+    """Sends on the control socket while no event loop has it: before, and after a failure."""
 
     def __init__(self, control: socket.socket) -> None:
-        self._control = control
+        self._control = control.dup()
 
     def send(self, message: ToParentControl) -> None:
-        import msgspec
-
         payload = msgspec.msgpack.encode([message])
         with contextlib.suppress(OSError):  # the parent is gone; the watch thread ends us
+            self._control.setblocking(True)
             self._control.sendall(len(payload).to_bytes(4, "big") + payload)
 
 
@@ -147,7 +150,8 @@ class Host:
             task.cancel()
         self._control.close()
         self._data.close()
-        self._serving.shutdown()
+        if not self._serving.is_dead:
+            self._serving.shutdown()
         return self._exit_code
 
     def _on_closed(self, error: Exception | None) -> None:
@@ -180,7 +184,7 @@ class Host:
 
     async def _answer(self, call: Call) -> None:
         try:
-            async with contextlib.aclosing(self._pieces(call)) as pieces:
+            async with contextlib.aclosing(self._serving.answer(call)) as pieces:
                 async for kind, body in pieces:
                     if not self._data.is_writable:
                         await self._data.drain()
@@ -192,11 +196,11 @@ class Host:
         except Exception as error:  # noqa: BLE001  # becomes data: the caller gets it
             if _is_cancelling():
                 return
+            if self._serving.is_dead:  # some serving classes turn that into an error of their own
+                self._die(self._serving.death_cause())
+                return
             fault = self._serving.describe_fault(error)
             self._data.send(Reply(call.id, ReplyKind.ERROR, encode_fault(fault)))
-
-    def _pieces(self, call: Call) -> AsyncGenerator[tuple[ReplyKind, bytes], None]:
-        return self._serving.answer(call)
 
     def _die(self, cause: str) -> None:
         if not self._stop.is_set():

@@ -43,6 +43,13 @@ def find_cause(lines: list[str]) -> str | None:
     return found
 
 
+def best_cause(reported: str | None, lines: list[str]) -> str | None:
+    """Choose between what the child says and what the log says of a failure."""
+    if reported is not None and not _SECONDHAND.search(reported):
+        return reported
+    return find_cause(lines) or reported
+
+
 class LogPump:
     """Reads a pipe to its end in a thread."""
 

@@ -146,8 +146,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A template, or the path of one."""
 
     def __repr__(self) -> str:
-        """Leave out the environment, which may hold secrets."""
-        return f"EngineSpec(name={self.name!r}, engine_args={self.engine_args!r})"
+        """Name it only: environment and arguments may hold secrets."""
+        return f"EngineSpec(name={self.name!r})"
 
 
 def encode_fault(fault: Fault) -> bytes:

@@ -11,13 +11,14 @@ import atexit
 import contextlib
 import copy
 import itertools
+import logging
 import multiprocessing.connection
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -26,14 +27,14 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from agoge_async.engine.channel import Channel
+from agoge_async.engine.channel import MAX_BODY_BYTES, Channel
 from agoge_async.engine.group import (
     group_members,
     kill_group,
     shared_memory_of,
     wait_group_gone,
 )
-from agoge_async.engine.log import LogPump, find_cause
+from agoge_async.engine.log import LogPump, best_cause
 from agoge_async.engine.messages import (
     Call,
     CallKind,
@@ -49,14 +50,28 @@ from agoge_async.engine.messages import (
     Shutdown,
     ToParentControl,
 )
-from agoge_async.errors import EngineBusyError, EngineDiedError, EngineStartError
+from agoge_async.errors import (
+    EngineBusyError,
+    EngineDiedError,
+    EngineStartError,
+    InvalidRequestError,
+)
+
+logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 10.0
 """vLLM gives its workers 5 s to end; then the group is killed."""
+EXIT_S = 0.5
+"""A process that a signal ended closes its sockets at most this long before it is gone."""
 KILL_S = 5.0
 """How long killed processes may take to be gone."""
 QUERY_S = 5.0
 """A child answers a query between two turns of its loop; longer means that it hangs."""
+
+HEARTBEAT_S = 10.0
+"""Pause between two looks whether an engine's loop still turns."""
+HANG_S = 60.0
+"""A loop that is silent for this long hangs: the engine is restarted."""
 
 _spawn_lock = threading.Lock()
 
@@ -66,15 +81,17 @@ def _no_main_module() -> Iterator[None]:
     """Keep multiprocessing from importing the user's script in the child.
 
     A spawned child imports `__main__` again, which runs a script that has no `__main__` guard and
-    fails for one read from stdin. The child needs nothing of it.
+    fails for one read from stdin. The child needs nothing of it, so spawn finds no path of it.
     """
     with _spawn_lock:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
+        main: dict[str, object] = vars(sys.modules["__main__"])
+        names: tuple[str, ...] = ("__file__", "__spec__")
+        hidden = {name: main.pop(name) for name in names if name in main}
+        main["__spec__"] = None
         try:
             yield
         finally:
-            sys.modules["__main__"] = main
+            main.update(hidden)
 
 
 def _spawn(spec: EngineSpec, *ends: socket.socket | Connection) -> BaseProcess:
@@ -88,6 +105,24 @@ def _spawn(spec: EngineSpec, *ends: socket.socket | Connection) -> BaseProcess:
     with _no_main_module():
         process.start()
     return process
+
+
+def start_error(name: str, error: Exception) -> EngineStartError:
+    """Say why an engine couldn't even be launched."""
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, ModuleNotFoundError):
+        cause = f"{error}; install agoge_async[cpu] or agoge_async[gpu]"
+    return EngineStartError(f"engine {name} can't start: {cause}", backend=name, cause=cause)
+
+
+def describe_exit(code: int | None) -> str:
+    """Say how a child ended that said nothing itself."""
+    if code is None:
+        return "it was closed"
+    if code < 0:
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"its process was ended by {signal.Signals(-code).name}{hint}"
+    return f"its process ended with exit code {code}"
 
 
 class EngineStream:
@@ -162,6 +197,8 @@ class EngineProcess:
         self._pending: dict[int, _SingleReply | EngineStream] = {}
         self._queries: dict[int, asyncio.Future[EngineLoad]] = {}
         self._segments: set[Path] = set()
+        self._is_ended = False
+        self._exit_code: int | None = None
         self._ids = itertools.count()
         self._ready_or_gone = anyio.Event()
         self._gone = anyio.Event()
@@ -170,11 +207,6 @@ class EngineProcess:
     def pid(self) -> int | None:
         """The child's pid, which is its process group too; None before it is launched."""
         return self._process.pid if self._process is not None else None
-
-    @property
-    def num_calls(self) -> int:
-        """Calls whose answer isn't complete."""
-        return len(self._pending)
 
     async def start(self, timeout_s: float) -> EngineInfo:
         """Launch the child and wait until the engine serves.
@@ -186,17 +218,14 @@ class EngineProcess:
             with anyio.move_on_after(timeout_s):
                 await self._launch()
                 await self._ready_or_gone.wait()
-        except ModuleNotFoundError as error:
+        except Exception as error:
             await self._end_group()
-            cause = f"{error}; install agoge_async[cpu] or agoge_async[gpu]"
-            raise EngineStartError(
-                f"engine {self.spec.name} can't start: {cause}", backend=self.spec.name, cause=cause
-            ) from error
+            raise start_error(self.spec.name, error) from error
         except BaseException:
             await self._end_group()
             raise
         if self.info is None:
-            raise await self._start_error(timeout_s)
+            raise await self._failed_start(timeout_s)
         await anyio.to_thread.run_sync(self._note_segments)
         return self.info
 
@@ -228,7 +257,11 @@ class EngineProcess:
 
     async def _send(self, kind: CallKind, body: bytes, pending: _SingleReply | EngineStream) -> int:
         """Send a call; the child relies on ids that grow in the order of sending."""
-        if self._data is not None and not self._data.is_writable:
+        if len(body) > MAX_BODY_BYTES:
+            raise InvalidRequestError(
+                f"the request is {len(body)} bytes long, the limit is {MAX_BODY_BYTES}"
+            )
+        while self._data is not None and not self._data.is_writable:
             await self._data.drain()
         if self._data is None or self._gone.is_set():
             raise self._died_error()
@@ -246,11 +279,11 @@ class EngineProcess:
         """Take note that a call is complete."""
         self._pending.pop(call_id, None)
 
-    async def load(self) -> EngineLoad:
+    async def load(self, timeout_s: float = QUERY_S) -> EngineLoad:
         """Ask the engine how busy it is.
 
         Raises:
-            EngineBusyError: No answer within `QUERY_S`.
+            EngineBusyError: No answer within `timeout_s`.
             EngineDiedError: The engine is dead.
         """
         if self._control is None or self._gone.is_set():
@@ -259,17 +292,31 @@ class EngineProcess:
         self._queries[query_id] = asyncio.get_running_loop().create_future()
         self._control.send(Query(query_id))
         try:
-            with anyio.fail_after(QUERY_S):
+            with anyio.fail_after(timeout_s):
                 return await self._queries[query_id]
         except TimeoutError as error:
-            message = f"engine {self.spec.name}: no answer to a query within {QUERY_S} s"
+            message = f"engine {self.spec.name}: no answer to a query within {timeout_s:g} s"
             raise EngineBusyError(message, backend=self.spec.name, log_tail=self._tail()) from error
         finally:
             del self._queries[query_id]
 
     async def wait_gone(self) -> None:
-        """Wait until the child is gone, or can't be talked to any more."""
-        await self._gone.wait()
+        """Wait until the engine is dead: it said so, its child is gone, or its loop hangs."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch_loop)
+            await self._gone.wait()
+            group.cancel_scope.cancel()
+
+    async def _watch_loop(self) -> None:
+        while True:
+            await anyio.sleep(HEARTBEAT_S)
+            try:
+                await self.load(HANG_S)
+            except EngineBusyError:
+                self._cause = f"its event loop did not answer for {HANG_S:g} s"
+                self._gone.set()
+            except EngineDiedError:
+                return
 
     async def bury(self) -> EngineDiedError:
         """End what is left of a gone engine, and fail its calls."""
@@ -280,13 +327,14 @@ class EngineProcess:
 
     async def aclose(self) -> None:
         """End the engine: politely, then by force. Calls that run fail; nothing is left."""
-        with anyio.CancelScope(shield=True):
-            if self._control is not None and not self._gone.is_set():
-                self._control.send(Shutdown())
-                with anyio.move_on_after(SHUTDOWN_S):
+        try:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(SHUTDOWN_S):
+                if self._control is not None and not self._gone.is_set():
+                    self._control.send(Shutdown())
                     await self._gone.wait()
+        finally:  # a native cancellation isn't held off by the shield
+            self._fail_all(self._died_error())
             await self._end_group()
-        self._fail_all(self._died_error())
 
     async def _launch(self) -> None:
         with contextlib.ExitStack() as their_ends:
@@ -300,9 +348,10 @@ class EngineProcess:
             self._control = await Channel.open(
                 control, ToParentControl, self._on_control, self._on_closed
             )
-            self._process = await anyio.to_thread.run_sync(
-                _spawn, self.spec, their_data, their_control, their_log
-            )
+            await anyio.to_thread.run_sync(self._spawn, their_data, their_control, their_log)
+
+    def _spawn(self, *their_ends: socket.socket | Connection) -> None:
+        self._process = _spawn(self.spec, *their_ends)
         atexit.register(self._kill)
 
     def _on_reply(self, reply: Reply) -> None:
@@ -321,8 +370,10 @@ class EngineProcess:
         elif isinstance(message, Ready):
             self.info = message.info
             self._ready_or_gone.set()
-        else:
+        else:  # the child would only end what `_end_group` ends
             self._cause = message.cause
+            self._gone.set()
+            self._ready_or_gone.set()
 
     def _on_closed(self, error: Exception | None) -> None:
         if error is not None:
@@ -359,14 +410,20 @@ class EngineProcess:
             self._segments |= shared_memory_of(group_members(self.pid))
 
     def _end_group_sync(self) -> None:
+        if self._is_ended:  # its number may be another group's by now
+            return
+        self._is_ended = True
         if self._process is not None and self.pid is not None:
+            if self._cause is None:  # it may have closed its sockets an instant before its end
+                self._process.join(EXIT_S)
+            self._exit_code = self._process.exitcode
             self._note_segments()
             self._kill()
+            self._process.kill()  # a child that hasn't come to its own group yet
             self._process.join(KILL_S)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join(KILL_S)
-            wait_group_gone(self.pid, KILL_S)
+            self._kill()
+            if not wait_group_gone(self.pid, KILL_S):
+                logger.error("%s: processes of group %s don't end", self.spec.name, self.pid)
             for segment in self._segments:
                 segment.unlink(missing_ok=True)
             atexit.unregister(self._kill)
@@ -377,30 +434,25 @@ class EngineProcess:
     def _tail(self) -> list[str]:
         return self._log.tail() if self._log is not None else []
 
-    def _exit_code(self) -> int | None:
-        return self._process.exitcode if self._process is not None else None
-
-    async def _start_error(self, timeout_s: float) -> EngineStartError:
+    async def _failed_start(self, timeout_s: float) -> EngineStartError:
         timed_out = not self._ready_or_gone.is_set()
         await self._end_group()
-        tail = self._tail()
         if timed_out:
             cause = f"not ready within {timeout_s:g} s (start_timeout_s); it was {self._stage}"
         else:
-            cause = find_cause(tail) or self._cause or f"exit code {self._exit_code()}"
+            cause = best_cause(self._cause, self._tail()) or describe_exit(self._exit_code)
         return EngineStartError(
             f"engine {self.spec.name} can't start: {cause}",
             backend=self.spec.name,
             cause=cause,
-            log_tail=tail,
+            log_tail=self._tail(),
         ).with_log_note()
 
     def _died_error(self) -> EngineDiedError:
-        code = self._exit_code()
-        cause = self._cause or (f"exit code {code}" if code is not None else "it was closed")
+        cause = self._cause or describe_exit(self._exit_code)
         return EngineDiedError(
             f"engine {self.spec.name} died: {cause}",
             backend=self.spec.name,
-            exit_code=code,
+            exit_code=self._exit_code,
             log_tail=self._tail(),
         ).with_log_note()

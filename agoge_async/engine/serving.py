@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -64,6 +65,8 @@ def build_engine(spec: EngineSpec) -> AsyncLLM:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"engine_args has an unknown key {name!r}{hint}")
     arguments = {"worker_extension_cls": WORKER_EXTENSION, "disable_log_stats": True}
+    if spec.reasoning_parser is not None:
+        arguments["reasoning_parser"] = spec.reasoning_parser  # grammars begin after the thinking
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | spec.engine_args)))
 
 
@@ -163,6 +166,7 @@ class Serving:
             enable_prompt_tokens_details=True,
             **parsing,
         )
+        self._id_prefix = uuid.uuid4().hex[:12]  # ids of other engines, and of restarts, differ
         self._default_sampling = engine.model_config.get_diff_sampling_param()
 
     def info(self) -> EngineInfo:
@@ -210,14 +214,14 @@ class Serving:
         fields = json.loads(call.body)
         fields |= {
             "model": self._spec.served_model,
-            "request_id": str(call.id),
+            "request_id": f"{self._id_prefix}-{call.id}",
             "return_token_ids": True,
             "stream": streams,
         }
         if streams:
             fields["stream_options"] = {"include_usage": True}
         request = ChatCompletionRequest.model_validate(fields)
-        engine_request_id = f"chatcmpl-{call.id}"
+        engine_request_id = f"chatcmpl-{request.request_id}"
         tap = self._tapped.open_tap(engine_request_id)
         try:
             answer = await self._chat.create_chat_completion(request)
@@ -226,12 +230,13 @@ class Serving:
             if isinstance(answer, ChatCompletionResponse):
                 yield ReplyKind.RESULT, _chat_body(answer, tap)
                 return
-            async for event in answer:
-                body = event[len("data: ") :].rstrip().encode()
-                if body.startswith(b'{"error"'):
-                    raise _ReturnedError(ErrorResponse.model_validate_json(body))
-                if body != b"[DONE]":
-                    yield ReplyKind.CHUNK, body
+            async with contextlib.aclosing(answer) as events:
+                async for event in events:
+                    body = event[len("data: ") :].rstrip().encode()
+                    if body.startswith(b'{"error"'):
+                        raise _ReturnedError(ErrorResponse.model_validate_json(body))
+                    if body != b"[DONE]":
+                        yield ReplyKind.CHUNK, body
             yield ReplyKind.RESULT, encode_json(_tap_fields(tap))
         except VLLMValidationError as error:
             if error.parameter in _CONTEXT_PARAMETERS:
@@ -265,7 +270,7 @@ class Serving:
             )
         priority = fields.pop("priority", 0)
         parameters = self._sampling_params(fields, limit - len(prompt_token_ids))
-        request_id = f"tokens-{call.id}"
+        request_id = f"tokens-{self._id_prefix}-{call.id}"
         tap = self._tapped.open_tap(request_id)
         try:
             final: RequestOutput | None = None

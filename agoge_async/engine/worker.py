@@ -7,9 +7,10 @@ child that `host` runs in; a thread in each worker ends the whole group when tha
 
 from __future__ import annotations
 
+import os
 import threading
 
-from agoge_async.engine.group import GROUP_POLL_S, is_alive, kill_group, own_group
+from agoge_async.engine.group import GROUP_POLL_S, GROUP_VARIABLE, is_alive, kill_group, own_group
 
 
 def _end_with_leader(leader_pid: int) -> None:
@@ -20,9 +21,10 @@ def _end_with_leader(leader_pid: int) -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; importing this module starts the watch."""
+    """Mixed into vLLM's worker class; importing this module in an engine starts the watch."""
 
 
-threading.Thread(
-    target=_end_with_leader, args=(own_group(),), name="agoge-watch-leader", daemon=True
-).start()
+if os.environ.get(GROUP_VARIABLE) == str(own_group()):
+    threading.Thread(
+        target=_end_with_leader, args=(own_group(),), name="agoge-watch-leader", daemon=True
+    ).start()
