@@ -1,6 +1,7 @@
 """Process groups, with small trees of real processes."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -144,10 +145,17 @@ def test_shared_memory_of_a_process_is_found(segment):
     assert Path("/dev/shm", segment.name) in shared_memory_of([os.getpid()])
 
 
-def test_removed_shared_memory_has_a_plain_path(segment):
-    """The kernel marks it as deleted; that is no part of its name."""
+def test_a_semaphore_is_found_under_its_last_name():
+    """The C library maps it under another name, and renames it then."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    name = f"sem.{lock._semlock.name.removeprefix('/')}"
+    assert Path("/dev/shm", name) in shared_memory_of([os.getpid()])
+
+
+def test_removed_shared_memory_is_not_listed(segment):
+    """There is nothing left to remove."""
     segment.unlink()
-    assert Path("/dev/shm", segment.name) in shared_memory_of([os.getpid()])
+    assert Path("/dev/shm", segment.name) not in shared_memory_of([os.getpid()])
 
 
 def test_a_process_that_is_gone_has_no_shared_memory():

@@ -6,6 +6,7 @@ can't be mistaken for a stranger's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -69,16 +70,20 @@ def wait_group_gone(group: int, timeout_s: float) -> bool:
 def shared_memory_of(pids: list[int]) -> set[Path]:
     """List what `multiprocessing` keeps in /dev/shm and these processes have mapped.
 
-    vLLM's processes talk over such segments and semaphores; killed ones leave them behind.
+    vLLM's processes talk over such segments and semaphores; killed ones leave them behind. They are
+    told by their inodes: the C library maps a new semaphore under a name that it then drops.
     """
-    segments = set()
+    inodes = set()
     for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            path = line.partition(" /")[2]
-            if path.startswith(("dev/shm/psm_", "dev/shm/sem.mp-")):
-                segments.add(Path("/" + path.removesuffix(" (deleted)")))
-    return segments
+        with contextlib.suppress(OSError):  # it is gone
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith("/dev/shm/"):
+                    inodes.add(int(fields[4]))
+    found = set()
+    for pattern in ("psm_*", "sem.mp-*"):
+        for path in Path("/dev/shm").glob(pattern):
+            with contextlib.suppress(OSError):
+                if path.stat().st_ino in inodes:
+                    found.add(path)
+    return found
