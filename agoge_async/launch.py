@@ -79,11 +79,15 @@ class CPUShare:
 
     @classmethod
     def of(cls, memory: int, num_engines: int) -> CPUShare:
-        """Share cores, and two fifths of the memory, evenly among the CPU engines."""
+        """Share all cores but one, and two fifths of the memory, among the CPU engines.
+
+        The spare core is for what isn't computing, as in vLLM's own binding of threads: OpenMP
+        threads that wait for a preempted one spin.
+        """
         engines = max(1, num_engines)
         kv_cache_bytes = min(_MAX_CPU_KV_CACHE_BYTES, memory * 2 // 5 // engines)
         return cls(
-            num_threads=max(1, len(os.sched_getaffinity(0)) // engines),
+            num_threads=max(1, (len(os.sched_getaffinity(0)) - 1) // engines),
             kv_cache_bytes=kv_cache_bytes,
         )
 

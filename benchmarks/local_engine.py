@@ -358,7 +358,7 @@ def _environment(side: str, work_dir: str) -> dict[str, str]:
     return engine_environment(
         os.environ,
         gpus=[0] if visible_gpus(os.environ) else [],
-        num_threads=len(os.sched_getaffinity(0)),
+        num_threads=max(1, len(os.sched_getaffinity(0)) - 1),  # as `launch` does
         work_dir=work_dir,
         extra={},
     )
@@ -501,6 +501,7 @@ def measure_cells(
             for _, driver in itertools.product(range(repeats), (ours, direct)):
                 result = driver.run_cell(kind, size, rounds[size])
                 measured.setdefault((kind, size, driver.side), []).append(result)
+            note("  ".join(_cell_row(measured, kind, size, size * rounds[size]).cells()[1:]))
     return measured
 
 
@@ -642,11 +643,12 @@ def main() -> int:
     starts = min(arguments.startup, 1) if quick else arguments.startup
     rounds = QUICK_ROUNDS if quick else ROUNDS
     facts, model = machine_facts(), read_model()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(f"{repeats} repeats, {starts} starts, loop {arguments.loop}", flush=True)
     measured = measure_cells(model, arguments.loop, rounds, repeats)
     startup = measure_startup(model, arguments.loop, starts)
     rows = cell_rows(measured, rounds) + (startup_rows(startup) if starts else [])
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    print(f"{repeats} repeats, {starts} starts, loop {arguments.loop}\n\n{table(rows)}")
+    print(f"\n{table(rows)}")
     if arguments.json:
         cells = {f"{kind}/{size}/{side}": runs for (kind, size, side), runs in measured.items()}
         save(arguments.json, rows, facts=facts, cells=cells, startup=startup)
