@@ -68,6 +68,8 @@ KILL_S = 5.0
 QUERY_S = 5.0
 """A child answers a query between two turns of its loop; longer means that it hangs."""
 
+SEGMENTS_POLL_S = 0.5
+"""Pause between two looks at what a starting engine has put in shared memory."""
 HEARTBEAT_S = 10.0
 """Pause between two looks whether an engine's loop still turns."""
 HANG_S = 60.0
@@ -217,7 +219,10 @@ class EngineProcess:
         try:
             with anyio.move_on_after(timeout_s):
                 await self._launch()
-                await self._ready_or_gone.wait()
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self._watch_segments)
+                    await self._ready_or_gone.wait()
+                    group.cancel_scope.cancel()
         except Exception as error:
             await self._end_group()
             raise start_error(self.spec.name, error) from error
@@ -228,6 +233,12 @@ class EngineProcess:
             raise await self._failed_start(timeout_s)
         await anyio.to_thread.run_sync(self._note_segments)
         return self.info
+
+    async def _watch_segments(self) -> None:
+        """Keep note of shared memory while the engine starts: one that fails leaves it behind."""
+        while True:
+            await anyio.to_thread.run_sync(self._note_segments)
+            await anyio.sleep(SEGMENTS_POLL_S)
 
     async def call(self, kind: CallKind, body: bytes) -> Reply:
         """Send a call and wait for its one reply; cancelling aborts it in the engine.
