@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from agoge_async.engine.log import KEPT_LINES, LogPump, find_cause
+from agoge_async.engine.log import KEPT_LINES, LogPump, best_cause, find_cause
 
 
 def pumped(data: bytes) -> list[str]:
@@ -155,3 +155,18 @@ def test_lines_are_passed_on_to_logging(caplog):
 def test_a_pipe_is_read_while_nobody_looks():
     """More than it holds: an engine never blocks on its log."""
     assert 401 == len(pumped(b"x" * 79 + b"\n" * 1) + pumped((b"x" * 79 + b"\n") * 20_000))
+
+
+def test_the_log_completes_a_report_that_only_counts_faults():
+    """The child reports a pydantic error's first line; what is wrong stands in the second."""
+    reported = "ValidationError: 1 validation error for ModelConfig"
+    lines = [
+        f"pydantic_core._pydantic_core.{reported}",
+        "  Value error, no such dtype [type=value_error, input_value=1]",
+    ]
+    assert f"{reported}: Value error, no such dtype" == best_cause(reported, lines)
+
+
+def test_what_the_child_reports_goes_before_the_log():
+    """A harmless line of the log isn't taken for the cause."""
+    assert "OSError: full" == best_cause("OSError: full", ["ImportError: no libcuda"])

@@ -22,6 +22,11 @@ _Out = TypeVar("_Out")
 _In = TypeVar("_In")
 
 
+def as_frame(payload: bytes) -> bytes:
+    """Put its length before a msgpack list of messages."""
+    return len(payload).to_bytes(4, "big") + payload
+
+
 class Channel(asyncio.Protocol, Generic[_Out, _In]):
     """One end of a connected socket that carries typed messages.
 
@@ -100,7 +105,7 @@ class Channel(asyncio.Protocol, Generic[_Out, _In]):
             self._write(batch[:half])
             self._write(batch[half:])
         elif self._transport is not None:
-            self._transport.write(len(payload).to_bytes(4, "big") + payload)
+            self._transport.write(as_frame(payload))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport; called by asyncio."""

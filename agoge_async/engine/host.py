@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agoge_async.engine.channel import Channel
+from agoge_async.engine.channel import Channel, as_frame
 from agoge_async.engine.group import GROUP_POLL_S, GROUP_VARIABLE, kill_group, own_group
 from agoge_async.engine.messages import (
     Call,
@@ -111,10 +111,10 @@ class _EarlyControl:
         self._control = control.dup()
 
     def send(self, message: ToParentControl) -> None:
-        payload = msgspec.msgpack.encode([message])
+        frame = as_frame(msgspec.msgpack.encode([message]))
         with contextlib.suppress(OSError):  # the parent is gone; the watch thread ends us
             self._control.setblocking(True)
-            self._control.sendall(len(payload).to_bytes(4, "big") + payload)
+            self._control.sendall(frame)
 
 
 class Host:

@@ -45,9 +45,9 @@ def find_cause(lines: list[str]) -> str | None:
 
 def best_cause(reported: str | None, lines: list[str]) -> str | None:
     """Choose between what the child says and what the log says of a failure."""
-    if reported is not None and not _SECONDHAND.search(reported):
-        return reported
-    return find_cause(lines) or reported
+    if reported is None or _SECONDHAND.search(reported) or _FAULT_COUNT.search(reported):
+        return find_cause(lines) or reported
+    return reported
 
 
 class LogPump:
