@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from agoge_async.messages import AssistantMessage, FunctionCall, ToolCall
 from agoge_async.responses import (
     ChatChunk,
@@ -12,71 +10,107 @@ from agoge_async.responses import (
     ChunkChoice,
     InferenceResponse,
     StreamSummary,
+    TokenLogprob,
     ToolCallDelta,
 )
 
 
-def join_chunks(chunks: Sequence[ChatChunk], summary: StreamSummary) -> InferenceResponse:
-    """Join all chunks of a stream, in order.
+class ChunkJoiner:
+    """Takes the chunks of one stream in order; keeps their content, not the chunks."""
 
-    Raises:
-        ValueError: There is no chunk.
-    """
-    if not chunks:
-        raise ValueError("a stream without chunks has no response")
-    by_choice: dict[int, list[ChunkChoice]] = {}
-    for chunk in chunks:
+    def __init__(self) -> None:
+        self._response: InferenceResponse | None = None
+        self._choices: dict[int, _ChoiceParts] = {}
+
+    def add(self, chunk: ChatChunk) -> None:
+        """Take the next chunk."""
+        response = self._response
+        if response is None:
+            response = self._response = InferenceResponse(
+                id=chunk.id, created=chunk.created, model=chunk.model, choices=[]
+            )
+        if chunk.usage is not None:
+            response.usage = chunk.usage
+        response.system_fingerprint = response.system_fingerprint or chunk.system_fingerprint
+        response.prompt_token_ids = response.prompt_token_ids or chunk.prompt_token_ids
         for piece in chunk.choices:
-            by_choice.setdefault(piece.index, []).append(piece)
-    first = chunks[0]
-    response = InferenceResponse(
-        id=first.id,
-        created=first.created,
-        model=first.model,
-        choices=[_join_choice(index, by_choice[index]) for index in sorted(by_choice)],
-        usage=summary.usage or next((c.usage for c in reversed(chunks) if c.usage), None),
-        system_fingerprint=next(
-            (c.system_fingerprint for c in chunks if c.system_fingerprint), None
-        ),
-        prompt_token_ids=next((c.prompt_token_ids for c in chunks if c.prompt_token_ids), None),
-        time_to_first_token_s=summary.time_to_first_token_s,
-    )
-    for choice in response.choices:
-        choice.policy_versions = summary.policy_versions.get(choice.index)
-    return response
+            parts = self._choices.get(piece.index)
+            if parts is None:
+                parts = self._choices[piece.index] = _ChoiceParts()
+            parts.add(piece)
+
+    def join(self, summary: StreamSummary) -> InferenceResponse:
+        """Give the whole response, once the stream has ended.
+
+        Raises:
+            ValueError: There was no chunk.
+        """
+        response = self._response
+        if response is None:
+            raise ValueError("a stream without chunks has no response")
+        response.choices = [self._choices[index].join(index) for index in sorted(self._choices)]
+        for choice in response.choices:
+            choice.policy_versions = summary.policy_versions.get(choice.index)
+        response.usage = summary.usage or response.usage
+        response.time_to_first_token_s = summary.time_to_first_token_s
+        return response
 
 
-def _join_choice(index: int, pieces: Sequence[ChunkChoice]) -> Choice:
-    deltas = [piece.delta for piece in pieces]
-    token_ids = [token for piece in pieces for token in piece.token_ids or ()]
-    logprobs = [entry for p in pieces if p.logprobs for entry in p.logprobs.content or ()]
-    has_logprobs = any(piece.logprobs is not None for piece in pieces)
-    calls = _join_calls([call for delta in deltas for call in delta.tool_calls or ()])
-    text = "".join(delta.content or "" for delta in deltas)
-    return Choice(
-        index=index,
-        message=AssistantMessage(
-            content=text if text or not calls else None,
-            reasoning="".join(delta.reasoning or "" for delta in deltas) or None,
-            refusal="".join(delta.refusal or "" for delta in deltas) or None,
-            tool_calls=calls or None,
-        ),
-        finish_reason=next((p.finish_reason for p in pieces if p.finish_reason), ""),
-        stop_reason=next((p.stop_reason for p in pieces if p.stop_reason is not None), None),
-        logprobs=ChoiceLogprobs(content=logprobs) if has_logprobs else None,
-        token_ids=token_ids or None,
-    )
+class _ChoiceParts:
+    """What has come of one choice."""
 
+    def __init__(self) -> None:
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.refusal: list[str] = []
+        self.calls: dict[int, ToolCall] = {}
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.finish_reason = ""
+        self.stop_reason: int | str | None = None
 
-def _join_calls(deltas: Sequence[ToolCallDelta]) -> list[ToolCall]:
-    """Join pieces of calls by their index; the first id and name of each count."""
-    joined: dict[int, ToolCall] = {}
-    for delta in deltas:
-        call = joined.setdefault(
+    def add(self, piece: ChunkChoice) -> None:
+        delta = piece.delta
+        if delta.content:
+            self.content.append(delta.content)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
+        if delta.refusal:
+            self.refusal.append(delta.refusal)
+        for call in delta.tool_calls or ():
+            self._add_call(call)
+        if piece.token_ids:
+            self.token_ids += piece.token_ids
+        if piece.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += piece.logprobs.content or ()
+        self.finish_reason = self.finish_reason or piece.finish_reason or ""
+        if self.stop_reason is None:
+            self.stop_reason = piece.stop_reason
+
+    def _add_call(self, delta: ToolCallDelta) -> None:
+        """Join pieces of a call by its index; the first id and name count."""
+        call = self.calls.setdefault(
             delta.index, ToolCall(id="", function=FunctionCall(name="", arguments=""))
         )
         call.id = call.id or delta.id or ""
         if delta.function is not None:
             call.function.name = call.function.name or delta.function.name or ""
             call.function.arguments += delta.function.arguments or ""
-    return [joined[index] for index in sorted(joined)]
+
+    def join(self, index: int) -> Choice:
+        text = "".join(self.content)
+        return Choice(
+            index=index,
+            message=AssistantMessage(
+                content=text if text or not self.calls else None,
+                reasoning="".join(self.reasoning) or None,
+                refusal="".join(self.refusal) or None,
+                tool_calls=[self.calls[key] for key in sorted(self.calls)] or None,
+            ),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.logprobs is None else ChoiceLogprobs(content=self.logprobs),
+            token_ids=self.token_ids or None,
+        )

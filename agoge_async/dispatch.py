@@ -7,6 +7,7 @@ backends; the dispatcher knows only pools.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -15,7 +16,7 @@ from typing import Self, TypeVar
 
 import anyio
 
-from agoge_async.assembly import join_chunks
+from agoge_async.assembly import ChunkJoiner
 from agoge_async.backends.base import Backend, ChunkStream
 from agoge_async.errors import (
     BackendError,
@@ -88,7 +89,7 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._on_record = on_record
         self._trips: set[_Trip] = set()
-        self._scopes: set[anyio.CancelScope] = set()
+        self._bounds: set[asyncio.Timeout] = set()
         self._is_closed = False
         self._idle = anyio.Event()
 
@@ -105,8 +106,9 @@ class Dispatcher:
     def close(self) -> None:
         """End all open requests with `RouterClosedError`."""
         self._is_closed = True
-        for scope in self._scopes:
-            scope.cancel()
+        for bound in self._bounds:
+            if not bound.expired():
+                bound.reschedule(0.0)
 
     async def submit(
         self,
@@ -173,13 +175,17 @@ class Dispatcher:
         """Await a step of a request until its deadline, or until the router closes."""
         if self._is_closed:
             raise _closed_under_way()
-        scope = anyio.CancelScope(deadline=trip.deadline)
-        self._scopes.add(scope)
+        bound = asyncio.timeout_at(trip.deadline)
         try:
-            with scope:
-                return await step()
-        finally:
-            self._scopes.discard(scope)
+            async with bound:  # of asyncio, at half the price of anyio's: streams need one a chunk
+                self._bounds.add(bound)
+                try:
+                    return await step()
+                finally:
+                    self._bounds.discard(bound)
+        except TimeoutError:
+            if not bound.expired():
+                raise
         if self._is_closed:
             raise _closed_under_way()
         raise RequestTimeoutError(
@@ -246,7 +252,7 @@ class Dispatcher:
             async with contextlib.AsyncExitStack() as held:
                 source, chunk = await self._bounded(trip, lambda: self._open(trip, request, held))
                 while chunk is not None:
-                    log.chunks.append(chunk)
+                    log.joiner.add(chunk)
                     if chunk.choices or _wants_usage(request):
                         yield chunk
                     chunk = await self._bounded(trip, lambda: anext(source, None))
@@ -278,11 +284,11 @@ class _StreamLog:
     """What has come of a stream."""
 
     def __init__(self) -> None:
-        self.chunks: list[ChatChunk] = []
+        self.joiner = ChunkJoiner()
         self.response: InferenceResponse | None = None
 
     def finish(self, summary: StreamSummary, trip: _Trip) -> None:
-        response = join_chunks(self.chunks, summary)
+        response = self.joiner.join(summary)
         trip.usage = response.usage
         response.backend = trip.backend or ""
         response.attempts = trip.attempts

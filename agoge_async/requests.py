@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -107,7 +108,7 @@ class StructuredOutputs(StrictModel):
         return self
 
 
-class BaseRequest(StrictModel):
+class BaseRequest(StrictModel, ABC):
     """Sampling parameters and routing hints that every kind of request takes.
 
     Sampling parameters left at None are the model's own defaults (its generation config).
@@ -169,25 +170,19 @@ class BaseRequest(StrictModel):
             raise InvalidRequestError(message, parameter=error.parameter) from None
         return request
 
+    @abstractmethod
     def _check_together(self) -> None:
         """Check what no field can tell alone; raises `_FieldError`."""
-        raise NotImplementedError
-
-    def wire(self) -> dict[str, Any]:
-        """Give what an engine is sent: set fields, without the routing ones."""
-        return self.model_dump(
-            mode="json", by_alias=True, exclude_none=True, exclude=set(self.routing_fields)
-        )
 
     def wire_json(self) -> bytes:
-        """Give `wire()` as JSON."""
+        """Give what an engine is sent, as JSON: set fields, without the routing ones."""
         return self.model_dump_json(
             by_alias=True, exclude_none=True, exclude=set(self.routing_fields)
         ).encode()
 
+    @abstractmethod
     def affinity_text(self) -> str:
         """Give text that starts alike for prompts that share a prefix."""
-        raise NotImplementedError
 
 
 class InferenceRequest(BaseRequest):

@@ -2,7 +2,8 @@
 
 Ours is `Router` -> child process -> `AsyncLLM`; the peer is `AsyncLLM`, and for chats vLLM's
 `OpenAIServingChat` on it, in the caller's own process. Both run the `tiny` preset's engine
-arguments on the same prompts with the same sampling: 32 tokens an answer, always.
+arguments and environment, as the router completes them, on the same prompts with the same
+sampling: 32 tokens an answer, always.
 
 Each side lives in a driver process of its own that measures itself; this process tells them over
 JSON lines what to run, one at a time: ours, direct, ours, direct, ... Start-up is measured with a
@@ -295,7 +296,7 @@ class Driver:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, "--model", json.dumps(model)],
-                env=_environment(side, work_dir),
+                env=dict(os.environ) if side == "ours" else make_spec(work_dir).environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -349,21 +350,6 @@ class Driver:
         self._process.wait()
 
 
-def _environment(side: str, work_dir: str) -> dict[str, str]:
-    """Give a driver what the router gives its child; ours gives that to its child itself."""
-    from agoge_async.engine.devices import engine_environment, visible_gpus
-
-    if side == "ours":
-        return dict(os.environ)
-    return engine_environment(
-        os.environ,
-        gpus=[0] if visible_gpus(os.environ) else [],
-        num_threads=max(1, len(os.sched_getaffinity(0)) - 1),  # as `launch` does
-        work_dir=work_dir,
-        extra={},
-    )
-
-
 def tree_cpu_s(root: int) -> float:
     """Sum the CPU seconds of a process and all its descendants."""
     parents: dict[int, int] = {}
@@ -382,12 +368,19 @@ def tree_cpu_s(root: int) -> float:
     return sum(ticks[pid] for pid in ticks if is_inside(pid)) / os.sysconf("SC_CLK_TCK")
 
 
+def make_spec(work_dir: str) -> Any:
+    """Give what the router makes its child of; the direct side takes it from here."""
+    from agoge_async.config import load_config
+    from agoge_async.launch import make_pools
+
+    pools = make_pools(load_config(PRESET), lambda _replica, _stage: None)
+    return pools[PRESET].backends[0].make_spec(work_dir)
+
+
 def read_model() -> dict[str, Any]:
     """Read the preset as the direct side needs it."""
-    from agoge_async.config import load_config
-
-    model = load_config(PRESET).models[PRESET]
-    return {"engine_args": model.engine_args, "tool_call_parser": model.tool_call_parser}
+    spec = make_spec("")
+    return {"engine_args": spec.engine_args, "tool_call_parser": spec.tool_call_parser}
 
 
 @contextlib.contextmanager

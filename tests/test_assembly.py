@@ -1,15 +1,24 @@
 """Joining chunks into the answer that they are pieces of."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agoge_async import ChatChunk
-from agoge_async.assembly import join_chunks
+from agoge_async import ChatChunk, InferenceResponse
+from agoge_async.assembly import ChunkJoiner
 from agoge_async.responses import StreamSummary, Usage, VersionSpan
 
 NOTHING_MORE = StreamSummary()
 USAGE = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+
+
+def join_chunks(chunks: Sequence[ChatChunk], summary: StreamSummary) -> InferenceResponse:
+    joiner = ChunkJoiner()
+    for each in chunks:
+        joiner.add(each)
+    return joiner.join(summary)
 
 
 def chunk(*choices: dict, **fields) -> ChatChunk:

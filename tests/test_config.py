@@ -298,6 +298,7 @@ def pools_of(monkeypatch, visible: str, **settings):
             "tensor_parallel_size",
         ),
         ({"engine_args": {"model": "./nowhere"}}, "models.m.engine_args.model", "no folder"),
+        ({"engine_args": {"modl": "x"}}, "models.m.engine_args.modl", "did you mean 'model'"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_with_its_key(monkeypatch, settings, key, said):
@@ -327,6 +328,32 @@ def test_limits_of_a_configuration_are_those_of_the_pool(monkeypatch):
 
     with pytest.raises(Exception, match="max_queued"):
         anyio.run(take_two)
+
+
+def arguments_on_the_cpu(monkeypatch, env: dict[str, str] | None = None, **engine_args):
+    engine_args = {"model": "org/m"} | engine_args
+    [pool] = pools_of(monkeypatch, "", engine_args=engine_args, env=env or {}).values()
+    return pool.backends[0].make_spec("/tmp/x").engine_args
+
+
+def test_a_cpu_engine_of_one_worker_runs_it_in_engine_core(monkeypatch):
+    """A process less to start, and to pass each step on to."""
+    executor = arguments_on_the_cpu(monkeypatch)["distributed_executor_backend"]
+    assert executor.endswith(".UniProcExecutor")
+
+
+@pytest.mark.parametrize(
+    ("env", "engine_args", "expected"),
+    [
+        ({}, {"distributed_executor_backend": "mp"}, "mp"),
+        ({}, {"tensor_parallel_size": 2}, None),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, {}, None),
+    ],
+)
+def test_an_engine_that_needs_a_worker_process_has_one(monkeypatch, env, engine_args, expected):
+    """For more workers, for bound threads, or because the configuration says so."""
+    arguments = arguments_on_the_cpu(monkeypatch, env, **engine_args)
+    assert expected == arguments.get("distributed_executor_backend")
 
 
 def test_presets_are_files_of_the_package():

@@ -18,7 +18,7 @@ LAYERS = [
     {"requests", "responses"},
     {"assembly", "limits", "metrics", "progress", "routing"},
     {"config"},
-    {"backends.base", "engine.messages", "engine.devices"},
+    {"backends.base", "engine.arguments", "engine.devices", "engine.messages"},
     {"engine", "engine.*"},
     {"backends", "backends.*"},
     {"pool"},

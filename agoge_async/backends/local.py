@@ -96,7 +96,7 @@ class LocalBackend(Backend):
         on_progress: Callable[[str, str], None] = lambda _name, _stage: None,
     ) -> None:
         super().__init__(name)
-        self._make_spec = make_spec
+        self.make_spec = make_spec
         self._start_timeout_s = start_timeout_s
         self._restart = restart or RestartPolicy()
         self._start_slots = start_slots or anyio.Semaphore(1)
@@ -186,7 +186,7 @@ class LocalBackend(Backend):
 
     def _make_engine(self) -> EngineProcess:
         try:
-            spec = self._make_spec(make_work_dir())
+            spec = self.make_spec(make_work_dir())
         except Exception as error:
             raise start_error(self.name, error) from error
         return EngineProcess(spec, lambda stage: self._report(self.name, stage))

@@ -60,7 +60,7 @@ from agoge_async.errors import (
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 10.0
-"""vLLM gives its workers 5 s to end; then the group is killed."""
+"""How long a polite end may take; then the group is killed."""
 EXIT_S = 0.5
 """A process that a signal ended closes its sockets at most this long before it is gone."""
 KILL_S = 5.0

@@ -1,5 +1,6 @@
 """Real engines: one for the session, and a pair of replicas where faults are made."""
 
+import importlib.util
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,8 @@ import agoge_async
 from agoge_async import InferenceRequest, Router
 from agoge_async.backends.local import LocalBackend
 
-pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+if importlib.util.find_spec("vllm") is None:  # importing it takes ten seconds
+    pytest.skip("needs the cpu or gpu extra", allow_module_level=True)
 
 TINY = Path(agoge_async.__file__).parent / "tiny_model"
 QUESTION = "Tom has 7 apples and buys 5 more. How many apples does Tom have now?"
@@ -33,8 +35,13 @@ async def router():
 
 @pytest.fixture(scope="module")
 async def pair():
-    """Two replicas of the tiny model, for tests that kill them."""
-    replicas = {"models": {"tiny": {"num_workers": 2, "restart": {"backoff_s": 0.1}}}}
+    """Two replicas of the tiny model for tests that kill them, workers in their own processes."""
+    settings = {
+        "num_workers": 2,
+        "restart": {"backoff_s": 0.1},
+        "engine_args": {"distributed_executor_backend": "mp"},
+    }
+    replicas = {"models": {"tiny": settings}}
     async with Router.from_config(["tiny", replicas]) as router:
         yield router
 

@@ -15,7 +15,6 @@ from agoge_async.engine.group import group_members
 
 START_FAILURES = {
     "not a model": ({"model": "{empty}"}, 200, "config|model"),
-    "unknown argument": ({"max_modl_len": 5}, 200, "max_modl_len.*max_model_len"),
     "bad argument": ({"dtype": "float33"}, 200, "float33|dtype"),
     "too little memory": ({"kv_cache_memory_bytes": 1000}, 200, "[Mm]emory|KV cache"),
     "too slow": ({}, 2, "not ready within 2 s"),
