@@ -31,8 +31,10 @@ class ChunkJoiner:
             )
         if chunk.usage is not None:
             response.usage = chunk.usage
-        response.system_fingerprint = response.system_fingerprint or chunk.system_fingerprint
-        response.prompt_token_ids = response.prompt_token_ids or chunk.prompt_token_ids
+        if chunk.system_fingerprint is not None:
+            response.system_fingerprint = chunk.system_fingerprint
+        if chunk.prompt_token_ids is not None:
+            response.prompt_token_ids = chunk.prompt_token_ids
         for piece in chunk.choices:
             parts = self._choices.get(piece.index)
             if parts is None:

@@ -17,6 +17,7 @@ What it simplifies, and where that favours one side:
 - The seed is the engine's (vLLM's default, 0), not the request's: that would be slower on both
   sides, and ends vLLM 0.32 on the CPU once a prompt is prefilled in parts ("CPU Generator does not
   use offset").
+- One at once alternates after each request, more after each cell.
 - N at once is a closed loop: N workers that send their next request when they have an answer.
 - Prompts are the same in each repeat: both sides find them in their prefix caches.
 - Making the request object and reading the answer's fields is timed, as a caller does both.
@@ -235,15 +236,17 @@ class DirectSide:
         return count
 
 
-async def run_cell(side: Side, kind: str, at_once: int, rounds: int) -> dict[str, float]:
-    """Answer `at_once * rounds` requests, `at_once` at a time; measure it."""
+async def run_cell(
+    side: Side, kind: str, at_once: int, rounds: int, first: int = 0
+) -> dict[str, float]:
+    """Answer `at_once * rounds` requests from the `first` on, `at_once` at a time; measure it."""
     answer: Callable[[int], Any] = getattr(side, kind)
     latencies: list[float] = []
 
     async def work(worker: int) -> None:
         for round_ in range(rounds):
             asked = time.perf_counter()
-            count = await answer(worker + round_ * at_once)
+            count = await answer(first + worker + round_ * at_once)
             latencies.append(time.perf_counter() - asked)
             if count != NUM_TOKENS:
                 raise RuntimeError(f"{kind}: an answer of {count} tokens, wanted {NUM_TOKENS}")
@@ -330,10 +333,11 @@ class Driver:
             raise SystemExit(f"the driver of {self.side} ended; its log ends with:\n{tail}")
         return json.loads(line)
 
-    def run_cell(self, kind: str, at_once: int, rounds: int) -> dict[str, float]:
+    def run_cell(self, kind: str, at_once: int, rounds: int, first: int = 0) -> dict[str, float]:
         assert self._process.stdin is not None
         total_cpu = tree_cpu_s(self._process.pid)
-        json.dump({"kind": kind, "at_once": at_once, "rounds": rounds}, self._process.stdin)
+        cell = {"kind": kind, "at_once": at_once, "rounds": rounds, "first": first}
+        json.dump(cell, self._process.stdin)
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         measured: dict[str, float] = self._read()
@@ -491,11 +495,34 @@ def measure_cells(
             note(f"{kind}, {size} at once")
             for driver in (ours, direct):
                 driver.run_cell(kind, size, rounds[size])
-            for _, driver in itertools.product(range(repeats), (ours, direct)):
-                result = driver.run_cell(kind, size, rounds[size])
-                measured.setdefault((kind, size, driver.side), []).append(result)
+            for _ in range(repeats):
+                run = run_singly if size == 1 else run_in_turn
+                for side, result in run((ours, direct), kind, size, rounds[size]).items():
+                    measured.setdefault((kind, size, side), []).append(result)
             note("  ".join(_cell_row(measured, kind, size, size * rounds[size]).cells()[1:]))
     return measured
+
+
+Results = dict[str, dict[str, float]]
+"""Side to what was measured."""
+
+
+def run_in_turn(drivers: Sequence[Driver], kind: str, at_once: int, rounds: int) -> Results:
+    return {driver.side: driver.run_cell(kind, at_once, rounds) for driver in drivers}
+
+
+def run_singly(drivers: Sequence[Driver], kind: str, at_once: int, rounds: int) -> Results:
+    """Switch sides after each request: a machine's speed drifts by more than is looked for."""
+    runs: dict[str, list[dict[str, float]]] = {driver.side: [] for driver in drivers}
+    for index, driver in itertools.product(range(rounds), drivers):
+        runs[driver.side].append(driver.run_cell(kind, at_once, 1, first=index))
+    return {
+        side: {
+            name: (statistics.median if name == "latency_s" else sum)(run[name] for run in single)
+            for name in single[0]
+        }
+        for side, single in runs.items()
+    }
 
 
 def measure_startup(model: dict[str, Any], loop: str, repeats: int) -> dict[str, list[list[float]]]:

@@ -593,7 +593,7 @@ def main() -> None:
     """Train, save and evaluate the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=1200, help="training steps")
+    parser.add_argument("--steps", type=int, default=1600, help="training steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     parser.add_argument("--problems", type=int, default=200, help="evaluation problems a split")
     arguments = parser.parse_args()

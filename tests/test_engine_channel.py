@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from agoge_async.engine.channel import MAX_FRAME_BYTES, Channel
+from agoge_async.engine.channel import MAX_BATCH, MAX_FRAME_BYTES, Channel
 from agoge_async.engine.messages import (
     Call,
     CallKind,
@@ -135,13 +135,24 @@ async def test_frames_may_come_in_any_pieces(seed):
     assert sent == end.messages
 
 
-async def test_messages_of_one_turn_leave_as_one_frame():
+async def test_messages_of_one_turn_leave_together():
     """Fewer system calls, and one decoding."""
     async with half() as (end, sock):
         for number in range(3):
             end.channel.send(reply(number))
         received = await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
     assert frame(*[reply(number) for number in range(3)]) == received
+
+
+async def test_a_long_turn_sends_before_its_end():
+    """The other end needn't wait for the last message to begin with the first."""
+    async with half() as (end, sock):
+        for number in range(MAX_BATCH + 1):
+            end.channel.send(reply(number))
+        received = sock.recv(1 << 16)
+        assert frame(*[reply(number) for number in range(MAX_BATCH)]) == received
+        received = await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
+    assert frame(reply(MAX_BATCH)) == received
 
 
 CONTROL = [

@@ -163,3 +163,9 @@ def test_a_process_that_is_gone_has_no_shared_memory():
     with subprocess.Popen(["true"]) as process:
         process.wait()
     assert shared_memory_of([process.pid]) == set()
+
+
+def test_the_context_that_spawns_engines_is_torchs():
+    """Taken from the standard library, so that the caller needn't load torch."""
+    torch_multiprocessing = pytest.importorskip("torch.multiprocessing")
+    assert multiprocessing.get_context("spawn") is torch_multiprocessing.get_context("spawn")

@@ -1,6 +1,7 @@
 """Framed messages over a socket, in both processes.
 
-Messages sent in one turn of the event loop leave as one frame. `drain()` waits while the other side
+Messages sent in one turn of the event loop leave together, some to a frame, so that the other side
+begins with the first while this one still makes the last. `drain()` waits while the other side
 doesn't read: whoever makes many messages awaits it, so memory stays bounded by the kernel's buffer.
 """
 
@@ -17,6 +18,9 @@ MAX_FRAME_BYTES = 1 << 30
 """A length above this means that the stream is corrupt."""
 MAX_BODY_BYTES = MAX_FRAME_BYTES - 1024
 """A message with a longer body doesn't fit a frame."""
+
+MAX_BATCH = 8
+"""A frame leaves with this many messages, or at the end of the turn."""
 
 _Out = TypeVar("_Out")
 _In = TypeVar("_In")
@@ -76,6 +80,8 @@ class Channel(asyncio.Protocol, Generic[_Out, _In]):
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(message)
+        if len(self._outgoing) >= MAX_BATCH:
+            self._flush()
 
     async def drain(self) -> None:
         """Send what is queued; wait until the other end reads again."""

@@ -61,6 +61,7 @@ def main(spec: EngineSpec, data: socket.socket, control: socket.socket, log: Con
     os.environ.update(spec.environment)
     os.environ[GROUP_VARIABLE] = str(own_group())
     threading.Thread(target=_end_with_parent, args=(spec,), daemon=True).start()
+    gc.disable()  # until it is ready: going through what imports make takes a second
     code = START_FAILED_EXIT_CODE
     try:
         code = _run(spec, data, control)
@@ -139,6 +140,7 @@ class Host:
         await self._serving.warm_up()
         gc.collect()
         gc.freeze()
+        gc.enable()
         self._control.send(Ready(self._serving.info()))
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
