@@ -114,7 +114,8 @@ class InferenceResponse(ResponseModel):
     attempts: int = 1
     """How many backends were tried, the one that answered included."""
     time_to_first_token_s: float | None = None
-    """From the request's arrival in the engine to its first token, where the backend tells."""
+    """Of a stream: from the request's arrival in the engine to its first token; None for an answer
+    that came at once."""
     timings: Timings | None = None
 
     @property
@@ -216,5 +217,4 @@ class TokenResponse(ResponseModel):
     usage: Usage | None = None
     backend: str = ""
     attempts: int = 1
-    time_to_first_token_s: float | None = None
     timings: Timings | None = None

@@ -1,7 +1,6 @@
 """The command line: what it prints, where, and its exit codes."""
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -237,7 +236,7 @@ def test_calculator_refuses(expression):
 def demo_answer(request):
     """Answer as the embedded model does."""
     if request.response_format is not None:
-        return '{"expression": "3*4", "answer": 12}'
+        return '{"expression": "4*6", "answer": 24}'
     if not request.tools:
         return "7+5=<<7+5=12>>12\n#### 12"
     if request.messages[-1].role == "tool":
@@ -252,7 +251,7 @@ async def test_demo_shows_three_answers_and_timings():
     output = printed(console)
     assert "7+5=<<7+5=12>>12\n             #### 12\n" in output
     assert 'tool call    calculator({"expression": "8*6"})\ntool result  48\n' in output
-    assert '{"expression": "3*4", "answer": 12}' in output
+    assert '{"expression": "4*6", "answer": 24}' in output
     assert all(word in output for word in ("start-up", "first token", "tokens/s", "Stopped"))
     assert ESCAPE not in output
     assert [request.temperature for request in backend.requests] == [0, 0, 0, 0]
@@ -296,7 +295,7 @@ async def test_demo_admits_a_wrong_number_in_the_right_form():
         changed_demo_answer(lambda r: '{"answer": 13}' if r.response_format else None)
     )
     await run_demo(Router({"tiny": backend}), console)
-    assert '{"answer": 13}\nThe form is right; the number would be 12.\n' in printed(console)
+    assert '{"answer": 13}\nThe form is right; the number would be 24.\n' in printed(console)
 
 
 async def test_demo_tells_the_model_of_a_failed_tool():
@@ -693,10 +692,9 @@ def test_demo_runs_for_real():
         env={**environment, mark: "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    assert done.stderr == ""  # no word of multiprocessing's, at the end neither
     assert "#### 12" in done.stdout
     assert 'calculator({"expression": "8*6"})' in done.stdout
-    line = next(line for line in done.stdout.splitlines() if '"answer"' in line)
-    assert isinstance(json.loads(line.partition(" ")[2])["answer"], int)
+    assert '{"expression": "4*6", "answer": 24}' in done.stdout
     assert ESCAPE not in done.stdout
     assert processes_with(mark) == []

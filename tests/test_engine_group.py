@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -163,6 +164,31 @@ def test_a_process_that_is_gone_has_no_shared_memory():
     with subprocess.Popen(["true"]) as process:
         process.wait()
     assert shared_memory_of([process.pid]) == set()
+
+
+LEADER = """
+import multiprocessing, os
+from multiprocessing.shared_memory import SharedMemory
+from agoge_async.engine.group import end_own_group
+os.setsid()
+memory = SharedMemory(create=True, size=16)
+print(memory.name, os.getpid(), flush=True)
+input()
+end_own_group()
+"""
+
+
+def test_a_group_that_ends_itself_leaves_no_shared_memory():
+    """Nobody is left to remove it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as leader:
+        name, group = leader.stdout.readline().split()
+        there = Path("/dev/shm", name).exists()
+        leader.communicate("\n")
+    assert (True, -signal.SIGKILL) == (there, leader.returncode)
+    assert not Path("/dev/shm", name).exists()
+    assert wait_group_gone(int(group), 5)
 
 
 def test_the_context_that_spawns_engines_is_torchs():

@@ -26,8 +26,8 @@ STREAM_QUESTION = "Tom has 7 apples and buys 5 more. How many apples does Tom ha
 STREAM_ANSWER = 12
 TOOL_QUESTION = "Mia has 8 boxes with 6 shells in each. How many shells does Mia have?"
 TOOL_ANSWER = 48
-JSON_QUESTION = "What is 3 times 4? Reply in JSON."
-JSON_ANSWER = 12
+JSON_QUESTION = "What is 4 times 6? Reply in JSON."
+JSON_ANSWER = 24
 
 CALCULATOR: dict[str, Any] = {
     "type": "function",
@@ -219,8 +219,6 @@ class _Demo:
         self, name: str, response: InferenceResponse, first_token_s: float | None = None
     ) -> None:
         timings, usage = response.timings, response.usage
-        if first_token_s is None:
-            first_token_s = response.time_to_first_token_s
         timing = CallTiming(
             name=name,
             tokens=usage.completion_tokens if usage else 0,

@@ -87,3 +87,11 @@ def shared_memory_of(pids: list[int]) -> set[Path]:
                 if path.stat().st_ino in inodes:
                     found.add(path)
     return found
+
+
+def end_own_group() -> None:
+    """End this process and its whole group, and what it has in shared memory."""
+    group = own_group()
+    for segment in shared_memory_of(group_members(group)):
+        segment.unlink(missing_ok=True)
+    kill_group(group)

@@ -17,13 +17,14 @@ import socket
 import sys
 import threading
 import traceback
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agoge_async.engine.channel import Channel, as_frame
-from agoge_async.engine.group import GROUP_POLL_S, GROUP_VARIABLE, kill_group, own_group
+from agoge_async.engine.group import GROUP_POLL_S, GROUP_VARIABLE, end_own_group, own_group
 from agoge_async.engine.messages import (
     Call,
     Cancel,
@@ -60,6 +61,7 @@ def main(spec: EngineSpec, data: socket.socket, control: socket.socket, log: Con
     os.environ.clear()
     os.environ.update(spec.environment)
     os.environ[GROUP_VARIABLE] = str(own_group())
+    _leave_resource_tracker()
     threading.Thread(target=_end_with_parent, args=(spec,), daemon=True).start()
     gc.disable()  # until it is ready: going through what imports make takes a second
     code = START_FAILED_EXIT_CODE
@@ -71,13 +73,25 @@ def main(spec: EngineSpec, data: socket.socket, control: socket.socket, log: Con
         os._exit(code)  # atexit hooks of torch and vLLM could hang; the parent sweeps the group
 
 
+def _leave_resource_tracker() -> None:
+    """Have this process and its children start a resource tracker of their own.
+
+    A spawned process reports its semaphores to its parent's, which would complain on the user's
+    terminal, at the program's end, of what killed engines left. The parent sweeps up after them.
+    """
+    tracker: Any = resource_tracker._resource_tracker  # undoes what `multiprocessing.spawn` did
+    inherited, tracker._fd = tracker._fd, None
+    if inherited is not None:
+        os.close(inherited)
+
+
 def _end_with_parent(spec: EngineSpec) -> None:
     """End the whole group when the parent is gone: a SIGKILL of it tells nobody."""
     never = threading.Event()
     while os.getppid() == spec.parent_pid:
         never.wait(GROUP_POLL_S)
     shutil.rmtree(spec.work_dir, ignore_errors=True)
-    kill_group(own_group())
+    end_own_group()
 
 
 def _run(spec: EngineSpec, data: socket.socket, control: socket.socket) -> int:

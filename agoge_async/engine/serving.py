@@ -78,6 +78,7 @@ class _Tap:
                 self.policy_versions[completion.index] = _spans(completion)
 
     def time_to_first_token_s(self) -> float | None:
+        """Give it for an answer in pieces; of one that comes at once, vLLM tells only the end."""
         return None if self.first_token is None else self.first_token - self.arrived
 
 
@@ -229,7 +230,11 @@ class Serving:
                         raise _ReturnedError(ErrorResponse.model_validate_json(body))
                     if body != b"[DONE]":
                         yield ReplyKind.CHUNK, body
-            yield ReplyKind.RESULT, encode_json(_tap_fields(tap))
+            summary = {
+                "policy_versions": tap.policy_versions,
+                "time_to_first_token_s": tap.time_to_first_token_s(),
+            }
+            yield ReplyKind.RESULT, encode_json(summary)
         except VLLMValidationError as error:
             if error.parameter in _CONTEXT_PARAMETERS:
                 raise _PromptTooLongError(await self._prompt_length(request)) from error
@@ -311,7 +316,7 @@ class Serving:
                 position and {token: entry.logprob for token, entry in position.items()}
                 for position in final.prompt_logprobs
             ]
-        return encode_json(body | {"time_to_first_token_s": tap.time_to_first_token_s()})
+        return encode_json(body)
 
     def describe_fault(self, error: Exception) -> Fault:
         """Say whose fault an exception of `answer` is."""
@@ -359,18 +364,10 @@ class _ReturnedError(Exception):
         self.response = response
 
 
-def _tap_fields(tap: _Tap) -> dict[str, Any]:
-    return {
-        "policy_versions": tap.policy_versions,
-        "time_to_first_token_s": tap.time_to_first_token_s(),
-    }
-
-
 def _chat_body(answer: ChatCompletionResponse, tap: _Tap) -> bytes:
     for choice in answer.choices:
         # vLLM's response models keep extra fields.
         choice.policy_versions = tap.policy_versions.get(choice.index)
-    answer.time_to_first_token_s = tap.time_to_first_token_s()
     body: str = answer.model_dump_json(exclude_none=True)
     return body.encode()
 

@@ -10,14 +10,20 @@ from __future__ import annotations
 import os
 import threading
 
-from agoge_async.engine.group import GROUP_POLL_S, GROUP_VARIABLE, is_alive, kill_group, own_group
+from agoge_async.engine.group import (
+    GROUP_POLL_S,
+    GROUP_VARIABLE,
+    end_own_group,
+    is_alive,
+    own_group,
+)
 
 
 def _end_with_leader(leader_pid: int) -> None:
     never = threading.Event()
     while is_alive(leader_pid):
         never.wait(GROUP_POLL_S)
-    kill_group(leader_pid)
+    end_own_group()
 
 
 class WorkerExtension:
