@@ -200,14 +200,21 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = error.problem or error.context
         raise ConfigError(f"{path}, {where}{problem}", source=str(path)) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # 2024-99-99; [[[[...
         raise ConfigError(f"{path} isn't YAML: {error}", source=str(path)) from error
     if not isinstance(document, dict):
         raise ConfigError(
             f"{path} must hold a mapping with the key models, not {type(document).__name__}",
             source=str(path),
         )
-    mapping: dict[str, Any] = _interpolate(document, here=path.resolve().parent, source=str(path))
+    try:
+        mapping: dict[str, Any] = _interpolate(
+            document, here=path.resolve().parent, source=str(path)
+        )
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path}: an alias stands inside its own anchor", source=str(path)
+        ) from error
     return mapping
 
 

@@ -48,6 +48,10 @@ Text = Annotated[str, AfterValidator(_check_text)]
 """Text for a prompt: no NUL either."""
 
 
+MAX_JSON_DEPTH = 100
+"""Lists and mappings inside each other, in schemas and in variables for a chat template."""
+
+
 def _tag_one_or_many(value: Any) -> str:
     return "[one]" if isinstance(value, str) else "[many]"
 
@@ -69,12 +73,28 @@ def _schema_fault(schema_json: str) -> str | None:
 
 
 def _as_json(value: Any) -> str:
+    _check_depth(value)
     try:
-        text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"is not JSON: {error}") from error
     return text
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse what would exhaust the stack of those who walk through it: pydantic, the engine."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            item
+            for container in level
+            if isinstance(container, dict | list | tuple)
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
+        if not level:
+            return
+    raise ValueError(f"is nested deeper than {MAX_JSON_DEPTH} levels")
 
 
 def _check_json(value: dict[str, Any]) -> dict[str, Any]:

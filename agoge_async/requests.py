@@ -7,12 +7,11 @@ request is made, with an `InvalidRequestError` that names the field, its value a
 from __future__ import annotations
 
 import difflib
-import re
+import reprlib
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -39,14 +38,11 @@ from agoge_async.messages import (
 )
 
 INT64_MAX = 2**63 - 1
+MAX_STOP_STRINGS = 1024
+MAX_REGEX_LENGTH = 10_000
 
-
-def _check_regex(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"is not a regular expression: {error}") from error
-    return pattern
+Int64 = Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)]
+TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
 
 
 class _FieldError(ValueError):
@@ -94,7 +90,8 @@ class StructuredOutputs(StrictModel):
     model_config = ConfigDict(populate_by_name=True)
 
     json_schema: JSONSchema | None = Field(default=None, alias="json")
-    regex: Annotated[Unicode, AfterValidator(_check_regex)] | None = None
+    regex: Annotated[Unicode, Field(max_length=MAX_REGEX_LENGTH)] | None = None
+    """In the engine's dialect: xgrammar's, without look-around."""
     choice: Annotated[list[Text], Field(min_length=1)] | None = None
     grammar: Unicode | None = None
     """EBNF, in xgrammar's dialect."""
@@ -121,19 +118,23 @@ class BaseRequest(StrictModel, ABC):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
     """0 or -1: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     """Longest answer; None: up to the end of the context. [tokens]"""
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     stop: (
-        Annotated[Annotated[Text, Tag("[one]")] | Annotated[list[Text], Tag("[many]")], OneOrMany]
+        Annotated[
+            Annotated[Text, Tag("[one]")]
+            | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS), Tag("[many]")],
+            OneOrMany,
+        ]
         | None
     ) = None
     """The answer ends before the first of these."""
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    seed: Int64 | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -141,9 +142,9 @@ class BaseRequest(StrictModel, ABC):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     bad_words: list[Text] | None = None
-    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: int | None = None
+    priority: Int64 | None = None
     """Lower is earlier; needs an engine with `scheduling_policy: priority`."""
     session_id: str | None = None
     """Requests of one session go to the replica that holds its prefix."""
@@ -203,7 +204,7 @@ class InferenceRequest(BaseRequest):
     parallel_tool_calls: bool | None = None
     response_format: Annotated[ResponseFormat | None, BeforeValidator(_as_response_format)] = None
     """OpenAI's shape, or a pydantic model class whose schema the answer must follow."""
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
     """Report the log probability of each token of the answer. [nats]"""
@@ -230,6 +231,8 @@ class InferenceRequest(BaseRequest):
                     f"{self.max_completion_tokens} differ; give one of them",
                 )
             self.max_tokens, self.max_completion_tokens = self.max_completion_tokens, None
+        if self.continue_final_message and self.add_generation_prompt is None:
+            self.add_generation_prompt = False
         if self.top_logprobs and not self.logprobs:
             raise _FieldError(
                 "top_logprobs", f"top_logprobs={self.top_logprobs} needs logprobs=True"
@@ -277,7 +280,7 @@ class TokenRequest(BaseRequest):
         InvalidRequestError: A field is unknown or holds a bad value.
     """
 
-    prompt_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """0: of the sampled token only; k: of the k likeliest as well. [nats]"""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -317,6 +320,10 @@ def _path(steps: tuple[int | str, ...]) -> str:
     return ".".join(kept)
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100
+
+
 def _describe_fault(cls: type[BaseRequest], fault: Any) -> str:
     where = _path(fault["loc"])
     if fault["type"] == "extra_forbidden":
@@ -332,6 +339,6 @@ def _describe_fault(cls: type[BaseRequest], fault: Any) -> str:
         return f"{where} is empty; give at least one"
     message = fault["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    value = repr(fault["input"])
+    value = _SHORT.repr(fault["input"])
     shown = f" (got {value})" if where and len(value) <= 60 else ""
     return f"{where}: {message}{shown}" if where else message

@@ -139,8 +139,9 @@ class Router:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close."""
-        await self.aclose()
+        """Close; a fork that unwinds leaves the router of its parent alone."""
+        if os.getpid() == self._pid:
+            await self.aclose()
 
     async def start(self) -> None:
         """Start all backends and wait until every one serves.

@@ -66,7 +66,7 @@ SAMPLING: dict[str, Any] = {
 }
 SIDES = ("ours", "direct")
 KINDS = ("tokens", "chat", "stream")
-ROUNDS = {1: 30, 64: 4, 256: 2}
+ROUNDS = {1: 60, 64: 4, 256: 2}
 """Requests at once, and how many each worker sends."""
 QUICK_ROUNDS = {1: 5, 64: 1}
 MAX_ADDED_MS = 3.0

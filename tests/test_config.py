@@ -204,6 +204,17 @@ def test_broken_yaml_is_refused_with_line_and_column(tmp_path):
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    "text", ["models: {a: {engine_args: {x: 2024-99-99}}}", "[" * 5000, "models: &m {a: *m}"]
+)
+def test_yaml_that_breaks_its_reader_is_a_config_error(tmp_path, text):
+    """A date that isn't one, brackets without end, an alias inside its anchor."""
+    path = tmp_path / "odd.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"odd\.yaml"):
+        load_config(path)
+
+
 @pytest.mark.parametrize(("text", "kind"), [("- a\n", "list"), ("", "NoneType"), ("hi\n", "str")])
 def test_a_file_that_holds_no_mapping_is_refused(tmp_path, text, kind):
     """What it holds is told."""

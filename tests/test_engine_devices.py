@@ -1,5 +1,7 @@
 """Which GPUs and which environment an engine gets."""
 
+import getpass
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -217,7 +219,7 @@ def test_an_engines_folder_has_a_path_short_enough_for_sockets(tmp_path, monkeyp
     parent.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(parent))
     folder = make_work_dir()
-    Path(folder).rmdir()
+    shutil.rmtree(folder)
     assert len(folder) + len("/") + 37 <= 107
 
 
@@ -225,8 +227,18 @@ def test_two_engines_have_different_folders():
     """Each removes its own."""
     folders = [make_work_dir(), make_work_dir()]
     for folder in folders:
-        Path(folder).rmdir()
+        shutil.rmtree(folder)
     assert 2 == len(set(folders))
+
+
+def test_what_torch_compiles_outlives_the_engines_folder(tmp_path, monkeypatch):
+    """It takes minutes to make; torch puts a part of it in TMPDIR, whatever it is told."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(getpass, "getuser", lambda: "ann")
+    folder = Path(make_work_dir())
+    (folder / "torchinductor_ann" / "header.gch").touch()
+    shutil.rmtree(folder)
+    assert (tmp_path / "torchinductor_ann" / "header.gch").exists()
 
 
 @given(st.dictionaries(st.text("ABC_", min_size=1), st.text(max_size=3)))

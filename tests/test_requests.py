@@ -43,6 +43,14 @@ def tool(name: str = "add", **fields) -> dict:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+def nested(depth: int) -> dict:
+    """Give a schema of objects inside each other: two levels of JSON each."""
+    schema: dict = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 CHOICE_OF_SUB = {"type": "function", "function": {"name": "sub"}}
 SCHEMA = {"name": "answer", "schema": {"type": "object"}}
 
@@ -112,7 +120,14 @@ BAD_PLACES = [
     ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
     ({"stop": ["ok", "\ud800"]}, "stop.1", "lone surrogate"),
     ({"logit_bias": {"7": 101}}, "logit_bias.7", "got 101"),
-    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unterminated"),
+    ({"structured_outputs": {"regex": "a" * 10_001}}, "structured_outputs.regex", "10000"),
+    ({"structured_outputs": {"json": nested(60)}}, "structured_outputs.json", "100 levels"),
+    ({"tools": [tool(parameters=nested(5000))]}, "tools.0.function.parameters", "100 levels"),
+    ({"chat_template_kwargs": nested(5000)}, "chat_template_kwargs", "100 levels"),
+    ({"chat_template_kwargs": {"a": math.nan}}, "chat_template_kwargs", "not JSON"),
+    ({"stop": ["x"] * 1025}, "stop", "at most 1024"),
+    ({"top_k": 2**70}, "top_k", "9223372036854775807"),
+    ({"priority": -(2**64)}, "priority", "-9223372036854775808"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
     (
         {"tools": [tool(parameters={"type": "objekt"})]},
@@ -384,3 +399,13 @@ def test_affinity_text_of_a_longer_history_starts_with_the_shorter():
     history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     shorter = ask(messages=history[:1]).affinity_text()
     assert ask(messages=history).affinity_text().startswith(shorter)
+
+
+def test_continuing_the_last_message_needs_no_second_switch():
+    """A prompt can't ask for a new message and continue the last one."""
+    assert wire(ask(continue_final_message=True))["add_generation_prompt"] is False
+
+
+def test_schemas_may_be_as_deep_as_people_write_them():
+    """Forty objects inside each other."""
+    assert ask(structured_outputs={"json": nested(40)}).structured_outputs is not None

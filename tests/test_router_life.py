@@ -369,6 +369,18 @@ async def test_a_forked_process_is_refused():
     assert ("you said: hi", True) == (response.text, str(pid) in str(errors[0]))
 
 
+async def test_a_fork_that_unwinds_leaves_the_router_of_its_parent_alone():
+    """Leaving `async with` in a fork closes nothing and hides no error."""
+    async with Router({"m": FakeBackend(echo)}) as router:
+        pid = os.fork()
+        if pid == 0:  # nothing of pytest's may run in here
+            ended = drive(router.__aexit__(None, None, None))
+            os._exit(7 if isinstance(ended, StopIteration) else 8)
+        _, status = os.waitpid(pid, 0)  # noqa: ASYNC222
+        response = await router.chat(ask())
+    assert (7, "you said: hi") == (os.waitstatus_to_exitcode(status), response.text)
+
+
 async def test_each_request_makes_one_record():
     """Whatever comes of it: exactly one, with its outcome."""
     records = []

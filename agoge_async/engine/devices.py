@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agoge_async.errors import ConfigError
+from agoge_async.requests import MAX_STOP_STRINGS
 
 _TORCHRUN_NAMES = frozenset(
     {
@@ -33,11 +34,19 @@ _TMP_PATH_LIMIT = 50
 
 
 def make_work_dir() -> str:
-    """Make the folder of an engine, at a path that is short enough for its sockets."""
+    """Make the folder of an engine, at a path that is short enough for its sockets.
+
+    It is the engine's TMPDIR, where torch looks for the C++ headers that it has compiled, whatever
+    the cache's folder is (torch 2.13, `codecache._HEADER_DIR`): a link leads to those of all.
+    """
     parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(
+    work_dir = tempfile.mkdtemp(
         prefix="agoge-", dir=parent if len(parent) <= _TMP_PATH_LIMIT else "/tmp"
     )
+    cache = Path(_compile_cache_dir())
+    cache.mkdir(mode=0o700, exist_ok=True)
+    Path(work_dir, cache.name).symlink_to(cache)
+    return work_dir
 
 
 def available_bytes() -> int:
@@ -186,6 +195,7 @@ def engine_environment(
     environment["VLLM_RPC_BASE_PATH"] = work_dir
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environment.setdefault("VLLM_MAX_STOP_STRINGS", str(MAX_STOP_STRINGS))  # vLLM's own limit: 4
     if not gpus:
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         environment["OMP_NUM_THREADS"] = str(num_threads)

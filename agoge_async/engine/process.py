@@ -342,6 +342,8 @@ class EngineProcess:
 
     async def aclose(self) -> None:
         """End the engine: politely, then by force. Calls that run fail; nothing is left."""
+        if self._is_forked:
+            return
         try:
             with anyio.CancelScope(shield=True), anyio.move_on_after(SHUTDOWN_S):
                 if self._control is not None and not self._gone.is_set():
@@ -406,11 +408,18 @@ class EngineProcess:
 
     def _kill(self) -> None:
         """Kill the group; also at exit of a program that forgot to close, never of its forks."""
-        if self.pid is not None and os.getpid() == self.spec.parent_pid:
+        if self.pid is not None and not self._is_forked:
             kill_group(self.pid)
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a fork of the engine's parent: the engine isn't its own."""
+        return os.getpid() != self.spec.parent_pid
 
     async def _end_group(self) -> None:
         """Kill whatever is left of the engine and remove what it leaves behind."""
+        if self._is_forked:
+            return
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._end_group_sync)
             for channel in (self._data, self._control):

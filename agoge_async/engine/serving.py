@@ -246,7 +246,10 @@ class Serving:
         """Count a prompt that doesn't fit: vLLM stops tokenizing one token past the limit."""
         parameters = request.build_tok_params(self._engine.model_config)
         unlimited = dataclasses.replace(parameters, max_total_tokens=None)
-        chat_parameters = request.build_chat_params(self._chat.chat_template, "auto")
+        tools = [tool.model_dump() for tool in request.tools] if request.tools else None
+        chat_parameters = request.build_chat_params(self._chat.chat_template, "auto").with_defaults(
+            {"tools": tools}
+        )
         _, inputs = await self._engine.renderer.render_chat_async(
             [request.messages], chat_parameters, unlimited
         )

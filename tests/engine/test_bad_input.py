@@ -41,10 +41,26 @@ async def test_an_image_for_a_text_model_is_refused(router):
         await router.chat(ask(messages=[{"role": "user", "content": IMAGE}]))
 
 
-async def test_a_regex_that_the_engine_cant_follow_is_refused(router):
-    """Valid for Python, not for a grammar."""
-    with pytest.raises(InvalidRequestError, match="look-ahead"):
-        await router.chat(ask(structured_outputs={"regex": "(?=a)b"}))
+@pytest.mark.parametrize("pattern", ["(?=a)b", "(a", "(" * 5000 + "a" + ")" * 4999])
+async def test_a_regex_that_the_engine_cant_follow_is_refused(router, pattern):
+    """Its dialect isn't Python's; the engine lives on."""
+    with pytest.raises(InvalidRequestError):
+        await router.chat(ask(structured_outputs={"regex": pattern}))
+    assert (await router.chat(ask())).text
+
+
+async def test_tools_count_in_a_prompt_that_is_too_long(router):
+    """Not the messages alone."""
+    function = {"name": "add", "description": "x" * 9000, "parameters": {"type": "object"}}
+    with pytest.raises(ContextLengthError) as caught:
+        await router.chat(ask(tools=[{"type": "function", "function": function}]))
+    assert 9000 < caught.value.prompt_tokens < 10_000
+
+
+async def test_a_request_may_have_many_stop_strings(router):
+    """More than the four that vLLM allows of itself."""
+    response = await router.chat(ask(stop=[f"no{n}" for n in range(100)] + ["="]))
+    assert "=" == response.choices[0].stop_reason
 
 
 async def test_greedy_with_n_above_one_is_refused(router):
