@@ -101,6 +101,9 @@ class VLLMConfig(ConfigModel):
             raise ValueError("data_parallel_size: use num_workers, which makes whole replicas")
         if "worker_extension_cls" in arguments:
             raise ValueError("worker_extension_cls is taken: agoge_async has its own in there")
+        model = arguments.get("model")
+        if isinstance(model, str) and model.startswith("/"):
+            return arguments | {"model": os.path.normpath(model)}  # ${here}/../somewhere
         return arguments
 
     @field_validator("env")

@@ -30,6 +30,8 @@ _ENGINE_BYTES = 3 << 30
 2.2 GiB with vLLM 0.32 on the CPU, the tiny model and a KV cache of 256 MiB (2026-11)."""
 _MAX_CPU_KV_CACHE_BYTES = 4 << 30
 """The KV cache of a CPU engine that is given none; vLLM's own default is half of all memory."""
+_MODEL_FILES = ("config.json", "params.json")
+"""What tells a model's folder: the configuration of transformers, or that of Mistral."""
 _IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the one worker inside EngineCore."""
 
@@ -43,7 +45,7 @@ def make_pools(config: RouterConfig, on_progress: ProgressReport) -> dict[str, P
 
     Raises:
         ConfigError: GPUs are given wrongly, an engine argument is unknown, or a local model's
-            folder doesn't exist.
+            folder doesn't exist or holds none.
     """
     models = config.models
     environ = dict(os.environ)  # as it is now: a restart must not find other GPUs under an index
@@ -103,10 +105,11 @@ class CPUShare:
 
         vLLM takes a share of all memory, which must be free, for each engine. It gives a CPU
         engine's one worker a process of its own so that its threads can be bound; unbound, they
-        need none, and the start and each step are a third quicker (0.32). And a request with a
-        seed whose prefill is cut in chunks ends a CPU engine (0.32, `gpu_model_runner`).
+        need none, and the start and each step are a third quicker (0.32). Compiling with C++ takes
+        a minute a start, and needs a compiler. And a request with a seed whose prefill is cut in
+        chunks ends a CPU engine (0.32, `gpu_model_runner`).
         """
-        defaults: Arguments = {"enable_chunked_prefill": False}
+        defaults: Arguments = {"enable_chunked_prefill": False, "enforce_eager": True}
         sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization", "VLLM_CPU_KVCACHE_SPACE"}
         if not sizes & (arguments.keys() | environment.keys()):
             defaults["kv_cache_memory_bytes"] = self.kv_cache_bytes
@@ -143,7 +146,7 @@ def _spec_factory(
             environ,
             gpus=gpus,
             num_threads=cpu_share.num_threads,
-            eager=bool(model.engine_args.get("enforce_eager")),
+            eager=bool(model.engine_args.get("enforce_eager", not gpus)),
             work_dir=work_dir,
             extra={key: value.get_secret_value() for key, value in model.env.items()},
         )
@@ -173,10 +176,17 @@ def _expanded(path: str) -> str:
 
 
 def _check_model_path(name: str, model: VLLMConfig) -> None:
-    """Refuse a path that isn't there before vLLM takes it for the name of a hub's model."""
+    """Refuse a path that holds no model before vLLM takes it for the name of a hub's model."""
     path = str(model.engine_args.get("model", name))
-    if path.startswith(("/", "./", "../", "~")) and not Path(_expanded(path)).is_dir():
+    if not path.startswith(("/", "./", "../", "~")):
+        return
+    key = f"models.{name}.engine_args.model"
+    folder = Path(_expanded(path))
+    if folder.is_file() and folder.suffix == ".gguf":
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{key}: no folder {path}; give a model's folder or a hub id", key=key)
+    if not any((folder / file).is_file() for file in _MODEL_FILES):
         raise ConfigError(
-            f"models.{name}.engine_args.model: no folder {path}; give a model's folder or a hub id",
-            key=f"models.{name}.engine_args.model",
+            f"{key}: {path} holds no model: neither {' nor '.join(_MODEL_FILES)}", key=key
         )

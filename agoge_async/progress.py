@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from rich.status import Status
+    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -25,35 +24,38 @@ class StartDisplay:
     def __init__(self, shown: bool | None = None) -> None:
         self._shown = sys.stderr.isatty() if shown is None else shown
         self._stages: dict[str, str] = {}
-        self._began = 0.0
-        self._status: Status | None = None
+        self._line: Progress | None = None
 
     def report(self, replica: str, stage: str) -> None:
         """Take note that a replica has come to a stage."""
         logger.info("%s: %s", replica, stage)
         self._stages[replica] = stage
-        if self._status is not None:
-            self._status.update(self._line())
-
-    def _line(self) -> str:
-        stages = ", ".join(f"{replica}: {stage}" for replica, stage in self._stages.items())
-        return f"starting ({time.monotonic() - self._began:.0f} s) {stages}"
+        if self._line is not None:
+            stages = ", ".join(f"{replica}: {stage}" for replica, stage in self._stages.items())
+            self._line.update(self._line.task_ids[0], description=stages)
 
     def __enter__(self) -> Self:
         """Begin to draw."""
-        self._began = time.monotonic()
         if self._shown:
             from rich.console import Console
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-            self._status = Console(stderr=True).status("starting")
-            self._status.start()
+            columns = (
+                SpinnerColumn(),
+                TextColumn("starting"),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+            )
+            self._line = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._line.add_task("", total=None)
+            self._line.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Wipe the line."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._line is not None:
+            self._line.stop()
+            self._line = None
 
 
 @contextlib.contextmanager

@@ -295,7 +295,7 @@ async def test_demo_admits_a_wrong_number_in_the_right_form():
         changed_demo_answer(lambda r: '{"answer": 13}' if r.response_format else None)
     )
     await run_demo(Router({"tiny": backend}), console)
-    assert '{"answer": 13}\nThe form is right; the number would be 24.\n' in printed(console)
+    assert '{"answer": 13}\nThe form is right; the number should be 24.\n' in printed(console)
 
 
 async def test_demo_tells_the_model_of_a_failed_tool():

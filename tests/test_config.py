@@ -309,6 +309,7 @@ def pools_of(monkeypatch, visible: str, **settings):
             "tensor_parallel_size",
         ),
         ({"engine_args": {"model": "./nowhere"}}, "models.m.engine_args.model", "no folder"),
+        ({"engine_args": {"model": "/"}}, "models.m.engine_args.model", "holds no model"),
         ({"engine_args": {"modl": "x"}}, "models.m.engine_args.modl", "did you mean 'model'"),
     ],
 )
@@ -351,6 +352,18 @@ def test_a_cpu_engine_of_one_worker_runs_it_in_engine_core(monkeypatch):
     """A process less to start, and to pass each step on to."""
     executor = arguments_on_the_cpu(monkeypatch)["distributed_executor_backend"]
     assert executor.endswith(".UniProcExecutor")
+
+
+@pytest.mark.parametrize("enforce_eager", [None, True, False])
+def test_a_cpu_engine_compiles_only_when_it_is_told_to(monkeypatch, enforce_eager):
+    """It takes a minute a start, and a C++ compiler."""
+    given = {} if enforce_eager is None else {"enforce_eager": enforce_eager}
+    engine_args = {"model": "org/m"} | given
+    [pool] = pools_of(monkeypatch, "", engine_args=engine_args).values()
+    spec = pool.backends[0].make_spec("/tmp/x")
+    is_eager = enforce_eager is not False
+    assert is_eager == spec.engine_args["enforce_eager"]
+    assert is_eager == ("TORCH_COMPILE_DISABLE" in spec.environment)
 
 
 @pytest.mark.parametrize(

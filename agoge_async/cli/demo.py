@@ -185,7 +185,7 @@ class _Demo:
         answer = _read_answer(response.text)
         if answer != JSON_ANSWER:
             # The engine vouches for the form alone, and this model is weak at numbers in JSON.
-            write(self._console, f"The form is right; the number would be {JSON_ANSWER}.\n", "dim")
+            write(self._console, f"The form is right; the number should be {JSON_ANSWER}.\n", "dim")
 
     def show_timings(self, start_s: float) -> None:
         self._title("Timings")

@@ -15,7 +15,7 @@ from agoge_async import ConfigError, EngineStartError, Router
 from agoge_async.engine.group import group_members
 
 START_FAILURES = {
-    "not a model": ({"model": "{empty}"}, 200, "config|model"),
+    "not a model": ({"model": "{empty}"}, 200, "model_type|config|model"),
     "bad argument": ({"dtype": "float33"}, 200, "float33|dtype"),
     "too little memory": ({"kv_cache_memory_bytes": 1000}, 200, "[Mm]emory|KV cache"),
     "too slow": ({}, 2, "not ready within 2 s"),
@@ -25,6 +25,7 @@ START_FAILURES = {
 async def fail_to_start(case, tmp_path):
     """Start an engine that can't be; its error must say why."""
     arguments, timeout_s, pattern = START_FAILURES[case]
+    (tmp_path / "config.json").write_text("{}")
     arguments = json.loads(json.dumps(arguments).replace("{empty}", str(tmp_path)))
     config = {"models": {"tiny": {"engine_args": arguments, "start_timeout_s": timeout_s}}}
     router = Router.from_config(["tiny", config])
