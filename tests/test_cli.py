@@ -403,6 +403,15 @@ def interrupt():
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
+@pytest.fixture
+def ctrl_c():
+    """Let SIGINT be Ctrl-C, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_aborts_an_answer_and_keeps_the_session():
     backend, console = FakeBackend(echo), plain_console()
     lines = iter(["first", "stuck", "after"])
@@ -440,6 +449,7 @@ def test_ctrl_c_at_the_prompt_keeps_the_session():
     assert "/quit or Ctrl-D leaves.\na 1 user hi\n" in printed(console)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_piped_chat():
     backend = FakeBackend(echo)
     backend.hold()
