@@ -146,7 +146,6 @@ def _spec_factory(
             environ,
             gpus=gpus,
             num_threads=cpu_share.num_threads,
-            eager=bool(model.engine_args.get("enforce_eager", not gpus)),
             work_dir=work_dir,
             extra={key: value.get_secret_value() for key, value in model.env.items()},
         )
@@ -156,6 +155,10 @@ def _spec_factory(
                 arguments, environment, num_workers=model.gpus_per_replica
             )
             arguments = defaults | arguments
+            if arguments["enforce_eager"]:
+                # vLLM leaves some helpers compiled, which cost the first callers of log
+                # probabilities 12 s (0.32).
+                environment.setdefault("TORCH_COMPILE_DISABLE", "1")
         return EngineSpec(
             name=replica,
             served_model=model_name,

@@ -354,16 +354,25 @@ def test_a_cpu_engine_of_one_worker_runs_it_in_engine_core(monkeypatch):
     assert executor.endswith(".UniProcExecutor")
 
 
-@pytest.mark.parametrize("enforce_eager", [None, True, False])
-def test_a_cpu_engine_compiles_only_when_it_is_told_to(monkeypatch, enforce_eager):
+@pytest.mark.parametrize(
+    ("visible", "engine_args", "env", "expected"),
+    [
+        ("", {}, {}, (True, "1")),
+        ("", {"enforce_eager": True}, {}, (True, "1")),
+        ("", {"enforce_eager": False}, {}, (False, None)),
+        ("", {"enforce_eager": True}, {"TORCH_COMPILE_DISABLE": "0"}, (True, "0")),
+        ("0", {"enforce_eager": True}, {}, (True, None)),
+    ],
+)
+def test_a_cpu_engine_compiles_only_when_it_is_told_to(
+    monkeypatch, visible, engine_args, env, expected
+):
     """It takes a minute a start, and a C++ compiler."""
-    given = {} if enforce_eager is None else {"enforce_eager": enforce_eager}
-    engine_args = {"model": "org/m"} | given
-    [pool] = pools_of(monkeypatch, "", engine_args=engine_args).values()
+    engine_args = {"model": "org/m"} | engine_args
+    [pool] = pools_of(monkeypatch, visible, engine_args=engine_args, env=env).values()
     spec = pool.backends[0].make_spec("/tmp/x")
-    is_eager = enforce_eager is not False
-    assert is_eager == spec.engine_args["enforce_eager"]
-    assert is_eager == ("TORCH_COMPILE_DISABLE" in spec.environment)
+    said = spec.engine_args["enforce_eager"], spec.environment.get("TORCH_COMPILE_DISABLE")
+    assert expected == said
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ TORCHRUN = {
 
 
 def environment_of(parent: dict[str, str] | None = None, **changes) -> dict[str, str]:
-    arguments = {"gpus": [], "num_threads": 4, "eager": True, "work_dir": "/tmp/x", "extra": {}}
+    arguments = {"gpus": [], "num_threads": 4, "work_dir": "/tmp/x", "extra": {}}
     return engine_environment(parent or {}, **arguments | changes)
 
 
@@ -176,21 +176,6 @@ def test_a_users_binding_of_threads_is_kept():
     """Whoever sets it knows why."""
     environment = environment_of({"VLLM_CPU_OMP_THREADS_BIND": "0-3"})
     assert "0-3" == environment["VLLM_CPU_OMP_THREADS_BIND"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"eager": True}, "1"),
-        ({"eager": False}, None),
-        ({"eager": True, "gpus": [0]}, None),
-        ({"eager": True, "extra": {"TORCH_COMPILE_DISABLE": "0"}}, "0"),
-    ],
-)
-def test_an_eager_cpu_engine_compiles_nothing(settings, expected):
-    """Unless the configuration says so."""
-    environment = environment_of({"CUDA_VISIBLE_DEVICES": "0"}, **settings)
-    assert expected == environment.get("TORCH_COMPILE_DISABLE")
 
 
 def test_variables_of_the_configuration_win():

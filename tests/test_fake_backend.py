@@ -9,16 +9,12 @@ from agoge_async import (
     BackendError,
     FakeBackend,
     FunctionCall,
-    InferenceRequest,
     NoReplicaError,
     Router,
     TokenRequest,
     ToolCall,
 )
-
-
-def ask(text: str = "hi", **fields) -> InferenceRequest:
-    return InferenceRequest(model="m", messages=text, **fields)
+from tests.router_doubles import ask
 
 
 def ask_tokens(**fields) -> TokenRequest:

@@ -167,7 +167,6 @@ def engine_environment(
     *,
     gpus: Sequence[int],
     num_threads: int,
-    eager: bool,
     work_dir: str,
     extra: Mapping[str, str],
 ) -> dict[str, str]:
@@ -177,8 +176,6 @@ def engine_environment(
         parent: The environment of this process; torchrun's variables are left out.
         gpus: Indices into the visible GPUs; empty: the CPU.
         num_threads: OpenMP threads of each process of a CPU engine.
-        eager: Whether a CPU engine compiles nothing. vLLM's `enforce_eager` leaves some helpers
-            compiled, which cost the first callers of log probabilities 12 s (0.32).
         work_dir: The engine's own folder.
         extra: Variables from the configuration; they win.
     """
@@ -199,7 +196,5 @@ def engine_environment(
     if not gpus:
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         environment["OMP_NUM_THREADS"] = str(num_threads)
-        if eager:
-            environment.setdefault("TORCH_COMPILE_DISABLE", "1")
     environment.update(extra)
     return environment
