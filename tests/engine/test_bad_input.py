@@ -41,10 +41,13 @@ async def test_an_image_for_a_text_model_is_refused(router):
         await router.chat(ask(messages=[{"role": "user", "content": IMAGE}]))
 
 
-@pytest.mark.parametrize("pattern", ["(?=a)b", "(a", "(" * 5000 + "a" + ")" * 4999])
-async def test_a_regex_that_the_engine_cant_follow_is_refused(router, pattern):
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [("(?=a)b", "look-ahead"), ("(a", "."), ("(" * 5000 + "a" + ")" * 4999, ".")],
+)
+async def test_a_regex_that_the_engine_cant_follow_is_refused(router, pattern, said):
     """Its dialect isn't Python's; the engine lives on."""
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(InvalidRequestError, match=said):
         await router.chat(ask(structured_outputs={"regex": pattern}))
     assert (await router.chat(ask())).text
 
