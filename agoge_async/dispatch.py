@@ -7,7 +7,6 @@ backends; the dispatcher knows only pools.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -18,6 +17,7 @@ import anyio
 
 from agoge_async.assembly import ChunkJoiner
 from agoge_async.backends.base import Backend, ChunkStream
+from agoge_async.deadlines import Deadline
 from agoge_async.errors import (
     BackendError,
     EngineDiedError,
@@ -41,7 +41,6 @@ from agoge_async.routing import RoutingContext
 
 logger = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
 _Answer = TypeVar("_Answer", InferenceResponse, TokenResponse)
 RecordHook = Callable[[RequestRecord], None]
 
@@ -53,7 +52,7 @@ class _Trip:
         self.request = request
         self.pool = pool
         self.timeout_s = timeout_s
-        self.deadline = anyio.current_time() + timeout_s
+        self.deadline = Deadline(timeout_s, self._too_late)
         self.started = time.perf_counter()
         self.attempts = 0
         self.failed: set[str] = set()
@@ -65,10 +64,17 @@ class _Trip:
     def timings(self) -> Timings:
         return Timings(total_s=time.perf_counter() - self.started, waiting_s=self.waiting_s)
 
-    def whereabouts(self) -> str:
-        if self.backend is None:
-            return "it was waiting for a slot or a replica"
-        return f"it was with {self.backend}, attempt {self.attempts}"
+    def _too_late(self) -> RequestTimeoutError:
+        whereabouts = (
+            "waiting for a slot or a replica"
+            if self.backend is None
+            else f"with {self.backend}, attempt {self.attempts}"
+        )
+        return RequestTimeoutError(
+            f"no whole answer from {self.request.model} within {self.timeout_s:g} s (timeout_s); "
+            f"it was {whereabouts}",
+            timeout_s=self.timeout_s,
+        )
 
 
 class Dispatcher:
@@ -89,7 +95,6 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._on_record = on_record
         self._trips: set[_Trip] = set()
-        self._bounds: set[asyncio.Timeout] = set()
         self._is_closed = False
         self._idle = anyio.Event()
 
@@ -106,9 +111,8 @@ class Dispatcher:
     def close(self) -> None:
         """End all open requests with `RouterClosedError`."""
         self._is_closed = True
-        for bound in self._bounds:
-            if not bound.expired():
-                bound.reschedule(0.0)
+        for trip in self._trips:
+            trip.deadline.end_with(_closed_under_way())
 
     async def submit(
         self,
@@ -124,7 +128,8 @@ class Dispatcher:
             RouterClosedError: The router was closed meanwhile.
         """
         with self._trip(pool, request) as trip:
-            answer = await self._bounded(trip, lambda: self._attempt_all(trip, call))
+            with trip.deadline:
+                answer = await self._attempt_all(trip, call)
             trip.usage = answer.usage
             answer.backend = trip.backend or ""
             answer.attempts = trip.attempts
@@ -137,12 +142,15 @@ class Dispatcher:
         trip = _Trip(request, pool, request.timeout_s or self._request_timeout_s)
         self._trips.add(trip)
         error: BaseException | None = None
+        if self._is_closed:
+            trip.deadline.end_with(_closed_under_way())
         try:
             yield trip
         except BaseException as raised:
             error = raised
             raise
         finally:
+            trip.deadline.close()
             self._trips.discard(trip)
             if not self._trips:
                 self._idle.set()
@@ -171,32 +179,9 @@ class Dispatcher:
         except Exception:
             logger.exception("on_record failed; the request isn't affected")
 
-    async def _bounded(self, trip: _Trip, step: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Await a step of a request until its deadline, or until the router closes."""
-        if self._is_closed:
-            raise _closed_under_way()
-        bound = asyncio.timeout_at(trip.deadline)
-        try:
-            async with bound:  # of asyncio, at half the price of anyio's: streams need one a chunk
-                self._bounds.add(bound)
-                try:
-                    return await step()
-                finally:
-                    self._bounds.discard(bound)
-        except TimeoutError:
-            if not bound.expired():
-                raise
-        if self._is_closed:
-            raise _closed_under_way()
-        raise RequestTimeoutError(
-            f"no whole answer from {trip.request.model} within {trip.timeout_s:g} s (timeout_s); "
-            f"{trip.whereabouts()}",
-            timeout_s=trip.timeout_s,
-        )
-
     async def _attempt_all(
-        self, trip: _Trip, call: Callable[[Backend], Awaitable[_Result]]
-    ) -> _Result:
+        self, trip: _Trip, call: Callable[[Backend], Awaitable[_Answer]]
+    ) -> _Answer:
         """Call one replica after the other until one answers.
 
         Nothing is waited for between two attempts, so that one slot serves them all.
@@ -250,12 +235,14 @@ class Dispatcher:
     ) -> AsyncGenerator[ChatChunk, None]:
         with self._trip(pool, request) as trip:
             async with contextlib.AsyncExitStack() as held:
-                source, chunk = await self._bounded(trip, lambda: self._open(trip, request, held))
+                with trip.deadline:
+                    source, chunk = await self._open(trip, request, held)
                 while chunk is not None:
                     log.joiner.add(chunk)
                     if chunk.choices or _wants_usage(request):
                         yield chunk
-                    chunk = await self._bounded(trip, lambda: anext(source, None))
+                    with trip.deadline:
+                        chunk = await anext(source, None)
                 log.finish(source.summary, trip)
 
     async def _open(

@@ -155,6 +155,16 @@ async def test_a_long_turn_sends_before_its_end():
     assert frame(reply(MAX_BATCH)) == received
 
 
+async def test_what_announces_more_waits_for_the_end_of_the_turn():
+    """Chunks of many streams wake the other end once, not once every few."""
+    async with half() as (end, sock):
+        sent = [reply(number) for number in range(3 * MAX_BATCH)]
+        for message in sent:
+            end.channel.send(message, more_follows=True)
+        received = await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
+    assert frame(*sent) == received
+
+
 CONTROL = [
     (
         ToParentControl,

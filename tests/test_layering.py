@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 
 # Lowest first. "name.*" takes each module of that package that isn't listed by its own name.
 LAYERS = [
-    {"errors"},
+    {"deadlines", "errors"},
     {"messages"},
     {"requests", "responses"},
     {"assembly", "limits", "metrics", "progress", "routing"},

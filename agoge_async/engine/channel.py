@@ -73,14 +73,19 @@ class Channel(asyncio.Protocol, Generic[_Out, _In]):
         )
         return channel
 
-    def send(self, message: _Out) -> None:
-        """Queue a message; a closed channel drops it, `on_closed` has told of that."""
+    def send(self, message: _Out, *, more_follows: bool = False) -> None:
+        """Queue a message; a closed channel drops it, `on_closed` has told of that.
+
+        Args:
+            message: What to send.
+            more_follows: The other end can do little with it alone: it waits for the turn's end.
+        """
         if self._transport is None:
             return
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(message)
-        if len(self._outgoing) >= MAX_BATCH:
+        if len(self._outgoing) >= MAX_BATCH and not more_follows:
             self._flush()
 
     async def drain(self) -> None:

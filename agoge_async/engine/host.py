@@ -206,7 +206,9 @@ class Host:
                         await self._data.drain()
                     if _is_cancelling():  # a serving class may swallow it (vLLM 0.32)
                         return
-                    self._data.send(Reply(call.id, kind, body))
+                    self._data.send(
+                        Reply(call.id, kind, body), more_follows=kind is ReplyKind.CHUNK
+                    )
         except self._serving.death_errors:
             self._die(self._serving.death_cause())
         except Exception as error:  # noqa: BLE001  # becomes data: the caller gets it

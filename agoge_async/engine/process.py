@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -140,7 +141,8 @@ class EngineStream:
     def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
         self._call_id = -1
-        self._replies: asyncio.Queue[Reply | EngineDiedError] = asyncio.Queue()
+        self._replies: deque[Reply | EngineDiedError] = deque()
+        self._arrival: asyncio.Future[None] | None = None
 
     def begin(self, call_id: int) -> None:
         """Take note that the call was sent."""
@@ -148,7 +150,9 @@ class EngineStream:
 
     def put(self, reply: Reply | EngineDiedError) -> None:
         """Take a reply from the engine."""
-        self._replies.put_nowait(reply)
+        self._replies.append(reply)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     async def next(self) -> Reply:
         """Wait for the next reply: chunks, then a result or an error.
@@ -156,7 +160,10 @@ class EngineStream:
         Raises:
             EngineDiedError: The engine died first.
         """
-        reply = await self._replies.get()
+        if not self._replies:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        reply = self._replies.popleft()
         if isinstance(reply, EngineDiedError):
             raise reply
         if reply.kind is not ReplyKind.CHUNK:
