@@ -87,7 +87,9 @@ __all__ = [
     "InvalidRequestError",
     "NoReplicaError",
     "Outcome",
+    "ParamSyncer",
     "Pool",
+    "PushRecord",
     "QueueFullError",
     "RequestError",
     "RequestRecord",
@@ -109,6 +111,7 @@ __all__ = [
     "UnsupportedError",
     "UserMessage",
     "VersionSpan",
+    "WeightSyncError",
     "WrongLoopError",
 ]
 
@@ -123,6 +126,7 @@ _MODULES = (
     "pool",
     "dispatch",
     "router",
+    "weights.syncer",
 )
 """Where the public names are, lowest layer first: no name loads more than it needs."""
 

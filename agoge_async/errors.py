@@ -13,6 +13,7 @@ AgogeError
  |    +-- ForkedProcessError     used in a process forked from its own
  +-- RequestTimeoutError         the request's deadline passed (a TimeoutError too)
  +-- QueueFullError              as many requests wait as `max_queued` allows
+ +-- WeightSyncError             a push of weights failed                     .culprit .version
  +-- BackendError                a backend failed                             .backend
       +-- NoReplicaError         no replica of the model can serve
       +-- EngineError            a local engine failed                        .log_tail
@@ -135,6 +136,19 @@ class QueueFullError(AgogeError):
         super().__init__(message)
         self.model = model
         self.max_queued = max_queued
+
+
+class WeightSyncError(AgogeError):
+    """A push of weights that did not happen: the same error on every rank of the trainer."""
+
+    def __init__(
+        self, message: str, *, culprit: str | None = None, version: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+        """Whose failure was the first: "rank 1", or an engine's name."""
+        self.version = version
+        """The version that was to be pushed."""
 
 
 class BackendError(AgogeError):

@@ -40,6 +40,40 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PushRecord:
+    """One push of weights that was committed, on every engine."""
+
+    version: int
+    gather: str
+    transport: str
+    num_bytes: int
+    """Of the weights that were sent, once."""
+    num_tensors: int
+    num_buckets: int
+    num_engines: int
+    control_calls: int
+    """Calls to all engines."""
+    cast: tuple[str, ...]
+    """Types of the trainer that were cast to the engines' before the send."""
+    total_s: float
+    gather_s: float
+    """Of the rank that took longest: gathering, and writing to the buckets."""
+    send_s: float
+    """Of the rank that took longest: waiting for what was sent."""
+    load_s: float
+    """Of the engine that took longest: putting the weights into the model."""
+    stall_s: float
+    """Of the engine that took longest: generation stood still."""
+    peak_extra_bytes: int
+    """Memory that the push took on the rank that took most, beside the model."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Rate of the whole push."""
+        return self.num_bytes / self.total_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BackendStatistics:
     """One backend in a `RouterStatistics`."""
 

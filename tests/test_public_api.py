@@ -37,6 +37,8 @@ EXPECTED: list[str] = [
     "NoReplicaError",
     "Outcome",
     "Pool",
+    "ParamSyncer",
+    "PushRecord",
     "QueueFullError",
     "RequestError",
     "RequestRecord",
@@ -58,6 +60,7 @@ EXPECTED: list[str] = [
     "UnsupportedError",
     "UserMessage",
     "VersionSpan",
+    "WeightSyncError",
     "WrongLoopError",
 ]
 

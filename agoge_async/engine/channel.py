@@ -66,11 +66,12 @@ class Channel(asyncio.Protocol, Generic[_Out, _In]):
         on_message: Callable[[_In], None],
         on_closed: Callable[[Exception | None], None],
     ) -> Channel[_Out, _In]:
-        """Take over a connected socket."""
+        """Take over a connected stream socket."""
         sock.setblocking(False)
-        _, channel = await asyncio.get_running_loop().create_unix_connection(
-            lambda: cls(incoming, on_message, on_closed), sock=sock
-        )
+        loop = asyncio.get_running_loop()
+        is_unix = sock.family == socket.AF_UNIX
+        connect = loop.create_unix_connection if is_unix else loop.create_connection
+        _, channel = await connect(lambda: cls(incoming, on_message, on_closed), sock=sock)
         return channel
 
     def send(self, message: _Out, *, more_follows: bool = False) -> None:

@@ -28,6 +28,8 @@ from agoge_async.engine.group import GROUP_POLL_S, GROUP_VARIABLE, end_own_group
 from agoge_async.engine.messages import (
     Call,
     Cancel,
+    Command,
+    CommandDone,
     EngineLoad,
     EngineSpec,
     Failed,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 HEALTH_POLL_S = 0.2
 """How often an idle host looks whether EngineCore still lives; running calls learn it at once."""
+MAX_CAUSE = 300
+"""Characters of a failed command's cause; the log has all of it."""
 DIED_EXIT_CODE = 70
 START_FAILED_EXIT_CODE = 71
 
@@ -141,6 +145,7 @@ class Host:
         self._cancelled_early: set[int] = set()
         self._data: Channel[Reply, Call]
         self._control: Channel[ToParentControl, ToChildControl]
+        self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._stop = asyncio.Event()
         self._exit_code = 0
 
@@ -156,12 +161,14 @@ class Host:
         gc.freeze()
         gc.enable()
         self._control.send(Ready(self._serving.info()))
+        obeying = asyncio.get_running_loop().create_task(self._obey_all())
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_POLL_S):
                     await self._stop.wait()
             if self._serving.is_dead and not self._stop.is_set():
                 self._die(self._serving.death_cause())
+        obeying.cancel()
         for task in self._tasks.values():
             task.cancel()
         self._control.close()
@@ -184,8 +191,25 @@ class Host:
         elif isinstance(message, Query):
             load = EngineLoad(message.id, len(self._tasks), self._serving.num_unfinished)
             self._control.send(load)
+        elif isinstance(message, Command):
+            self._commands.put_nowait(message)
         elif isinstance(message, Shutdown):
             self._stop.set()
+
+    async def _obey_all(self) -> None:
+        """Carry out commands, one after the other."""
+        while True:
+            command = await self._commands.get()
+            try:
+                done = CommandDone(command.id, await self._serving.obey(command))
+            except self._serving.death_errors:
+                self._die(self._serving.death_cause())
+                return
+            except Exception as error:  # noqa: BLE001  # becomes data: the trainer gets it
+                traceback.print_exc()
+                cause = str(error).partition("\n")[0]  # vLLM's can list every layer
+                done = CommandDone(command.id, "null", cause[:MAX_CAUSE])
+            self._control.send(done)
 
     def _on_call(self, call: Call) -> None:
         if self._cancelled_early:

@@ -86,6 +86,29 @@ class Query(msgspec.Struct, frozen=True, tag="query", array_like=True):
     id: int
 
 
+class CommandKind(StrEnum):
+    """A step of a push; the steps of one push come in this order."""
+
+    BEGIN = "begin"
+    """Receive: the body is a manifest. Touches nothing."""
+    READY = "ready"
+    """Answer when the push is received and whole. Touches nothing."""
+    LOAD = "load"
+    """Hold generation as the body says, wait for the push, put it into the model."""
+    COMMIT = "commit"
+    """Generate with it, under its version."""
+    ABORT = "abort"
+    """Give up what was begun and not loaded; answers with what went wrong here, if anything."""
+
+
+class Command(msgspec.Struct, frozen=True, tag="command", array_like=True):
+    """Parent to child, control: do a step of a push."""
+
+    id: int
+    kind: CommandKind
+    body: str
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     """Child to parent, control: start-up has come to this stage."""
 
@@ -99,6 +122,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     vllm_version: str
     is_multimodal: bool
     has_tool_parser: bool
+    num_workers: int
+    """Processes that hold a part of the weights."""
+    dtype: str
+    """Of the weights, by torch's name."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -123,10 +150,27 @@ class EngineLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """Requests that vLLM has not finished."""
 
 
+class CommandDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
+    """Child to parent, control: what came of a command."""
+
+    id: int
+    body: str
+    error: str | None = None
+
+
+class LoadOrder(msgspec.Struct, frozen=True):
+    """The body of a LOAD."""
+
+    version: int
+    mode: str
+    """What becomes of requests that run: wait (they finish), abort (they end with what they have)
+    or keep (they go on afterwards)."""
+
+
 ToChildData = Call
 ToParentData = Reply
-ToChildControl = Cancel | Shutdown | Query
-ToParentControl = Progress | Ready | Failed | EngineLoad
+ToChildControl = Cancel | Shutdown | Query | Command
+ToParentControl = Progress | Ready | Failed | EngineLoad | CommandDone
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):

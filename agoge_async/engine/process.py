@@ -41,6 +41,9 @@ from agoge_async.engine.messages import (
     Call,
     CallKind,
     Cancel,
+    Command,
+    CommandDone,
+    CommandKind,
     EngineInfo,
     EngineLoad,
     EngineSpec,
@@ -50,6 +53,7 @@ from agoge_async.engine.messages import (
     Reply,
     ReplyKind,
     Shutdown,
+    ToChildControl,
     ToParentControl,
 )
 from agoge_async.errors import (
@@ -57,6 +61,7 @@ from agoge_async.errors import (
     EngineDiedError,
     EngineStartError,
     InvalidRequestError,
+    WeightSyncError,
 )
 
 logger = logging.getLogger(__name__)
@@ -206,9 +211,9 @@ class EngineProcess:
         self._process: BaseProcess | None = None
         self._log: LogPump | None = None
         self._data: Channel[Call, Reply] | None = None
-        self._control: Channel[Cancel | Query | Shutdown, ToParentControl] | None = None
+        self._control: Channel[ToChildControl, ToParentControl] | None = None
         self._pending: dict[int, _SingleReply | EngineStream] = {}
-        self._queries: dict[int, asyncio.Future[EngineLoad]] = {}
+        self._queries: dict[int, asyncio.Future[EngineLoad | CommandDone]] = {}
         self._segments: set[Path] = set()
         self._is_ended = False
         self._exit_code: int | None = None
@@ -308,19 +313,47 @@ class EngineProcess:
             EngineBusyError: No answer within `timeout_s`.
             EngineDiedError: The engine is dead.
         """
+        answer = await self._ask(Query(next(self._ids)), "a query", timeout_s)
+        assert isinstance(answer, EngineLoad)
+        return answer
+
+    async def command(self, kind: CommandKind, body: str, timeout_s: float) -> str:
+        """Have the engine do a step of a push; gives what it tells, as JSON.
+
+        Raises:
+            WeightSyncError: It couldn't.
+            EngineBusyError: No answer within `timeout_s`.
+            EngineDiedError: The engine is dead, or died of it.
+        """
+        command = Command(next(self._ids), kind, body)
+        answer = await self._ask(command, f"{kind} of a push", timeout_s)
+        assert isinstance(answer, CommandDone)
+        if answer.error is not None:
+            raise WeightSyncError(
+                f"engine {self.spec.name}: {answer.error}", culprit=self.spec.name
+            )
+        return answer.body
+
+    async def _ask(
+        self, message: Query | Command, what: str, timeout_s: float
+    ) -> EngineLoad | CommandDone:
         if self._control is None or self._gone.is_set():
             raise self._died_error()
-        query_id = next(self._ids)
-        self._queries[query_id] = asyncio.get_running_loop().create_future()
-        self._control.send(Query(query_id))
+        self._queries[message.id] = asyncio.get_running_loop().create_future()
+        self._control.send(message)
         try:
             with anyio.fail_after(timeout_s):
-                return await self._queries[query_id]
+                return await self._queries[message.id]
         except TimeoutError as error:
-            message = f"engine {self.spec.name}: no answer to a query within {timeout_s:g} s"
-            raise EngineBusyError(message, backend=self.spec.name, log_tail=self._tail()) from error
+            text = f"engine {self.spec.name}: no answer to {what} within {timeout_s:g} s"
+            raise EngineBusyError(text, backend=self.spec.name, log_tail=self._tail()) from error
         finally:
-            del self._queries[query_id]
+            del self._queries[message.id]
+
+    def condemn(self, cause: str) -> None:
+        """Have the engine ended as one that died: it must not serve any more."""
+        self._cause = self._cause or cause
+        self._gone.set()
 
     async def wait_gone(self) -> None:
         """Wait until the engine is dead: it said so, its child is gone, or its loop hangs."""
@@ -384,7 +417,7 @@ class EngineProcess:
             pending.put(reply)
 
     def _on_control(self, message: ToParentControl) -> None:
-        if isinstance(message, EngineLoad):
+        if isinstance(message, EngineLoad | CommandDone):
             waiting = self._queries.get(message.id)
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)

@@ -6,6 +6,7 @@ and the engine to note what their responses leave out: which weights sampled whi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 import vllm
 from pydantic import ValidationError
 from vllm import SamplingParams
@@ -38,10 +40,13 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from agoge_async.engine.messages import (
     Call,
     CallKind,
+    Command,
+    CommandKind,
     EngineInfo,
     EngineSpec,
     Fault,
     FaultKind,
+    LoadOrder,
     ReplyKind,
     encode_json,
 )
@@ -50,6 +55,8 @@ WORKER_EXTENSION = "agoge_async.engine.worker.WorkerExtension"
 CORE_EXIT_S = 1.0
 """EngineCore frees what it holds within milliseconds, then takes seconds to take its modules down.
 """
+READY_POLL_S = 0.01
+"""How often workers are asked whether a push is there: a call that waited would hold generation."""
 _CONTEXT_PARAMETERS = ("input_tokens", "input_text")
 """How vLLM's tokenizer step names a prompt that is too long."""
 
@@ -160,6 +167,7 @@ class Serving:
             **parsing,
         )
         self._id_prefix = uuid.uuid4().hex[:12]  # ids of other engines, and of restarts, differ
+        self._version = 0
         self._default_sampling = engine.model_config.get_diff_sampling_param()
 
     def info(self) -> EngineInfo:
@@ -170,6 +178,8 @@ class Serving:
             vllm_version=vllm.__version__,
             is_multimodal=config.is_multimodal_model,
             has_tool_parser=self._spec.tool_call_parser is not None,
+            num_workers=self._engine.vllm_config.parallel_config.world_size,
+            dtype=str(config.dtype).removeprefix("torch."),
         )
 
     async def warm_up(self) -> None:
@@ -196,6 +206,46 @@ class Serving:
         """End EngineCore and the workers."""
         self._engine.shutdown(timeout=CORE_EXIT_S)
 
+    async def obey(self, command: Command) -> str:
+        """Do a step of a push; gives what it has to tell, as JSON."""
+        if command.kind is CommandKind.BEGIN:
+            await self._engine.collective_rpc("agoge_begin_push", args=(command.body,))
+            return "null"
+        if command.kind is CommandKind.READY:
+            return await self._wait_for_push()
+        if command.kind is CommandKind.LOAD:
+            return await self._load_push(msgspec.json.decode(command.body, type=LoadOrder))
+        if command.kind is CommandKind.COMMIT:
+            await self._engine.update_weight_version(str(self._version))
+            await self._engine.resume_generation()
+            return "null"
+        faults = await self._engine.collective_rpc("agoge_abort_push")
+        return json.dumps(next((fault for fault in faults if fault is not None), None))
+
+    async def _wait_for_push(self) -> str:
+        while True:  # a worker has no way to call
+            if all(await self._engine.collective_rpc("agoge_push_is_ready")):
+                return "null"
+            await asyncio.sleep(READY_POLL_S)
+
+    async def _load_push(self, order: LoadOrder) -> str:
+        """Hold generation and put the push that was begun into the model.
+
+        Requests that come from now on don't share cached prefixes with older ones.
+        """
+        self._version = order.version
+        held = time.monotonic()
+        await self._engine.pause_generation(mode=order.mode, clear_cache=False)
+        paused_s = time.monotonic() - held
+        loads = await self._engine.collective_rpc("agoge_load_push")
+        slowest = {name: max(load[name] for load in loads) for name in loads[0]}
+        return json.dumps(slowest | {"pause_s": paused_s})
+
+    @property
+    def _cache_salt(self) -> str | None:
+        """Part of the key of each cached prefix: one that other weights made is not found."""
+        return f"weights-{self._version}" if self._version else None
+
     def answer(self, call: Call) -> AsyncGenerator[tuple[ReplyKind, bytes], None]:
         """Answer a call with pieces, the last of which is a RESULT; faults are raised."""
         if call.kind is CallKind.GENERATE:
@@ -211,6 +261,10 @@ class Serving:
             "return_token_ids": True,
             "stream": streams,
         }
+        if self._version:
+            fields["cache_salt"] = "/".join(
+                filter(None, [self._cache_salt, fields.get("cache_salt")])
+            )
         if streams:
             fields["stream_options"] = {"include_usage": True}
         request = ChatCompletionRequest.model_validate(fields)
@@ -275,7 +329,10 @@ class Serving:
         try:
             final: RequestOutput | None = None
             async for output in self._tapped.generate(
-                tokens_input(prompt_token_ids), parameters, request_id, priority=priority
+                tokens_input(prompt_token_ids, cache_salt=self._cache_salt),
+                parameters,
+                request_id,
+                priority=priority,
             ):
                 final = output
         finally:

@@ -1,0 +1,63 @@
+"""What the workers of an engine are told of a push before its first byte: plain data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from agoge_async.weights.plan import Bucket, Message
+
+DIGEST_BYTES = 16
+"""Room behind each message for its digest."""
+
+
+class GlooRoute(msgspec.Struct, frozen=True, tag="gloo"):
+    """Messages come by broadcast, in a process group for each source.
+
+    The source is rank 0 of its group; the workers of all engines are the ranks from 1 on.
+    """
+
+    host: str
+    port: int
+    """Of the store that the groups meet at."""
+    epoch: str
+    """Names the groups; another one means that they are to be made anew."""
+    sources: tuple[int, ...]
+    num_workers: int
+    first_worker: int
+    """Rank of this engine's first worker."""
+
+
+class SharedMemoryRoute(msgspec.Struct, frozen=True, tag="shm"):
+    """Messages are written into a segment that the workers map; one follows the other."""
+
+    segment: str
+    num_bytes: int
+
+
+Route = GlooRoute | SharedMemoryRoute
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """All that a worker needs to know to receive and load a push."""
+
+    version: int
+    buckets: tuple[Bucket, ...]
+    messages: tuple[Message, ...]
+    """In the order in which they are sent."""
+    aliases: dict[str, str]
+    """Names of tied parameters, and the tensor that each is."""
+    route: Route
+    timeout_s: float
+    is_staged: bool
+    """Received whole before the first tensor is loaded."""
+    checks_digests: bool
+
+
+def encode_manifest(manifest: Manifest) -> str:
+    """Write a manifest for the engine's control calls, which take text."""
+    return msgspec.json.encode(manifest).decode()
+
+
+def decode_manifest(text: str) -> Manifest:
+    """Read what `encode_manifest` wrote."""
+    return msgspec.json.decode(text, type=Manifest)

@@ -1,0 +1,140 @@
+"""A trainer's model, as a push reads it: names, sizes, and bytes into buckets.
+
+Runs in the trainer's ranks. Nothing here sends; gathers are collective over the ranks, in the order
+of the buckets, on the calling thread and its current stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from agoge_async.errors import WeightSyncError
+from agoge_async.weights.plan import Bucket, Message, TensorMeta
+
+
+class ModelSource:
+    """The parameters and persistent buffers of a model, under the names of its checkpoint.
+
+    Args:
+        model: A `torch.nn.Module` or a DeepSpeed engine of any ZeRO stage.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        module = _unwrapped(model)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        """Other names of tied parameters, and the name that is sent."""
+        first_names: dict[int, str] = {}
+        for name, tensor in _named_tensors(module):
+            first = first_names.setdefault(id(tensor), name)
+            if first == name:
+                self._tensors[name] = tensor
+            else:
+                self.aliases[name] = first
+        if not self._tensors:
+            raise WeightSyncError("the model has no parameters")
+        self.is_partitioned = any(map(_is_partitioned, self._tensors.values()))
+        """Whether ZeRO-3 has cut the parameters up."""
+
+    def metadata(self, dtype: str | None = None) -> list[TensorMeta]:
+        """Describe what is sent, in order; nothing is gathered.
+
+        Args:
+            dtype: What floating-point tensors are cast to; None: they are sent as they are.
+        """
+        return [
+            TensorMeta(
+                name,
+                dtype if dtype is not None and tensor.is_floating_point() else _name(tensor.dtype),
+                tuple(getattr(tensor, "ds_shape", tensor.shape)),
+            )
+            for name, tensor in self._tensors.items()
+        ]
+
+    def cast(self, metadata: Iterable[TensorMeta]) -> tuple[str, ...]:
+        """Give the types of the model that are sent as others."""
+        held = {meta.name: _name(self._tensors[meta.name].dtype) for meta in metadata}
+        return tuple(sorted({held[m.name] for m in metadata if held[m.name] != m.dtype}))
+
+    def held_bytes(self, names: Iterable[str]) -> int:
+        """Size of whole tensors as the trainer holds them, where ZeRO-3 has to gather them."""
+        tensors: list[Any] = [self._tensors[name] for name in names]
+        return sum(t.ds_numel * t.element_size() for t in tensors if _is_partitioned(t))
+
+    @contextlib.contextmanager
+    def gathered(self, names: Iterable[str]) -> Iterator[None]:
+        """Have whole tensors on every rank; collective under ZeRO-3, else free."""
+        partitioned = [t for name in names if _is_partitioned(t := self._tensors[name])]
+        if not partitioned:
+            yield
+            return
+        import deepspeed  # type: ignore[import-not-found,unused-ignore]  # an extra
+
+        with deepspeed.zero.GatheredParameters(partitioned):
+            yield
+
+    def fill(self, bucket: Bucket, index: int, out: torch.Tensor) -> None:
+        """Write one tensor of a bucket, which must be gathered, to its place in a frame."""
+        slice_ = bucket.slices[index]
+        meta = slice_.tensor
+        place = out[slice_.offset : slice_.offset + meta.num_bytes]
+        place.view(_torch_dtype(meta.dtype)).view(meta.shape).copy_(self._tensors[meta.name].data)
+
+    def fill_shard(self, bucket: Bucket, message: Message, out: torch.Tensor) -> None:
+        """Write this rank's partitions of a bucket's tensors to their places in a frame."""
+        for part in message.parts or ():
+            meta = bucket.slices[part.slice].tensor
+            tensor: Any = self._tensors[meta.name]
+            shard = tensor.ds_tensor if _is_partitioned(tensor) else _flat(tensor, part.first)
+            place = out[part.offset : part.offset + part.num_items * meta.item_bytes]
+            place.view(_torch_dtype(meta.dtype)).copy_(shard.data.view(-1)[: part.num_items])
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    """Take off DeepSpeed's engine, DistributedDataParallel and torch.compile."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and (hasattr(model, "zero_optimization") or _is_parallel(model)):
+            inner = model.module
+        if inner is None:
+            break
+        model = inner
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"can't push a {type(model).__name__}; give a torch.nn.Module")
+    return model
+
+
+def _is_parallel(model: Any) -> bool:
+    return isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give what a checkpoint would hold, tied parameters under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _is_partitioned(tensor: Any) -> bool:
+    return hasattr(tensor, "ds_id")
+
+
+def _flat(tensor: torch.Tensor, first: int) -> torch.Tensor:
+    """Give a whole tensor from an element on: a buffer is on every rank."""
+    return tensor.data.reshape(-1)[first:]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

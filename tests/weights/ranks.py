@@ -1,0 +1,151 @@
+"""What `torchrun` runs for test_ranks.py: a trainer of several ranks, targets in rank 0's process.
+
+Usage: ranks.py STAGE WHAT, where WHAT is gather strategies with commas between them, or a fault.
+"""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+
+import deepspeed
+import torch
+from torch import nn
+
+from agoge_async import ParamSyncer, WeightSyncError
+from agoge_async.weights import sending
+from tests.weights.test_push import Target
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute
+TIMEOUT_S = 8.0
+FAULTS = ("dies", "raises", "other version", "stays away")
+
+
+class Model(nn.Module):
+    """Uneven sizes; tied, above the bucket's budget, and small enough to persist under ZeRO-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(51, 33)
+        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(4))
+        self.norm = nn.LayerNorm(33)
+        self.head = nn.Linear(33, 51, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        return self.head(self.norm(hidden)).float().log_softmax(-1).mean()
+
+
+def make_engine(stage: int):
+    torch.manual_seed(0)
+    model = Model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    )
+    return engine
+
+
+def train(engine) -> None:
+    """Make one step; it blocks the event loop, and the other ranks with it."""
+    loss = engine(torch.arange(20)[None])
+    engine.backward(loss)
+    engine.step()
+
+
+def whole(engine) -> dict[str, torch.Tensor]:
+    """Gather the parameters as DeepSpeed documents it, on every rank."""
+    found = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+async def push_all(engine, gathers: str) -> None:
+    """Push by each strategy, over each transport, from one rank and both; compare bit for bit."""
+    rank = torch.distributed.get_rank()
+    targets = [Target("engine/0"), Target("engine/1")]
+    version = 0
+    choices = itertools.product(gathers.split(","), ("shm", "gloo"), ("rank0", "round_robin"))
+    for gather, transport, sources in choices:
+        options = {"gather": gather, "transport": transport, "sources": sources}
+        async with await ParamSyncer.connect(
+            engine,
+            targets if rank == 0 else None,
+            bucket_bytes=5000,
+            timeout_s=TIMEOUT_S,
+            **options,
+        ) as syncer:
+            for _ in range(2):
+                version += 1
+                train(engine)
+                record = await syncer.push(version=version)
+                assert version == record.version
+                expected = whole(engine)
+                for target in targets if rank == 0 else ():
+                    assert sorted(expected) == sorted(target.weights)
+                    for name, tensor in expected.items():
+                        assert torch.equal(tensor, target.weights[name]), (options, name)
+                largest = max(tensor.nbytes for tensor in expected.values())
+                if transport == "gloo" and gather == "bucketed":
+                    assert record.peak_extra_bytes <= 2 * 5000 + 2 * largest
+    for target in targets:
+        target.close()
+    print(f"rank {rank}: {version} pushes", flush=True)
+
+
+async def fail(engine, fault: str) -> None:
+    """Have rank 1 do something wrong; print what this rank raises."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when rank 1 is gone
+    rank = torch.distributed.get_rank()
+    targets = [Target("engine/0")] if rank == 0 else None
+    syncer = await ParamSyncer.connect(
+        engine, targets, bucket_bytes=5000, timeout_s=TIMEOUT_S, sources="round_robin",
+        transport="gloo",
+    )  # fmt: skip
+    if rank == 1 and fault in {"dies", "raises"}:
+        seal = sending.seal
+
+        def stumble(*arguments, **options) -> None:
+            if fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            sending.seal = seal
+            raise ZeroDivisionError("by rank 1")
+
+        sending.seal = stumble
+    try:
+        if rank == 0 or fault != "stays away":
+            await syncer.push(version=2 if rank == 1 and fault == "other version" else 1)
+    except WeightSyncError as error:
+        print(f"rank {rank}: {error.culprit}: {error}", flush=True)
+    if fault in {"raises", "other version"}:
+        record = await syncer.push(version=3)
+        print(f"rank {rank}: then {record.version}", flush=True)
+    await syncer.aclose()
+    for target in targets or ():
+        target.close()
+
+
+def main() -> None:
+    stage, what = int(sys.argv[1]), sys.argv[2]
+    deepspeed.init_distributed("gloo")
+    engine = make_engine(stage)
+    run = fail if what in FAULTS else push_all
+    asyncio.run(run(engine, what))
+    sys.stdout.flush()
+    os._exit(0)  # the groups of ranks that died can't be left in peace
+
+
+if __name__ == "__main__":
+    main()
