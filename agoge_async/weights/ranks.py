@@ -32,6 +32,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
 class Joined(msgspec.Struct, frozen=True, tag="joined", array_like=True):
     """A rank to rank 0: it takes part in the push of this version, with such a model."""
 
+    push: int
+    """How many verdicts the rank has had: a rank that comes too late joins a push that is over."""
     version: int
     fingerprint: str
 
@@ -91,6 +93,7 @@ class Hub:
         self._token = secrets.token_hex(16)
         self._channels: dict[int, Channel[ToRank, FromRank]] = {}
         self._inbox: dict[int, asyncio.Queue[FromRank | WeightSyncError]] = {}
+        self._num_verdicts = 0
         self._waiting: set[Channel[ToRank, FromRank]] = set()
         self._all_here = anyio.Event()
         self._server: asyncio.Server | None = None
@@ -157,15 +160,29 @@ class Hub:
             culprit=missing[0],
         )
 
+    async def join(self, rank: int) -> Joined:
+        """Wait for a rank to join the next push; drops what it said of those that are over.
+
+        Raises:
+            WeightSyncError: It is gone.
+        """
+        while True:
+            message = await self._inbox[rank].get()
+            if isinstance(message, WeightSyncError):
+                self._inbox[rank].put_nowait(message)  # it stays gone
+                raise message
+            if isinstance(message, Joined) and message.push == self._num_verdicts:
+                return message
+
     async def receive(self, rank: int) -> FromRank:
-        """Wait for what a rank says next.
+        """Wait for what a rank that joined says next.
 
         Raises:
             WeightSyncError: It is gone, or says that it failed.
         """
         message = await self._inbox[rank].get()
         if isinstance(message, WeightSyncError):
-            self._inbox[rank].put_nowait(message)  # it stays gone
+            self._inbox[rank].put_nowait(message)
             raise message
         if isinstance(message, Failed):
             raise WeightSyncError(f"rank {rank}: {message.cause}", culprit=f"rank {rank}")
@@ -177,20 +194,10 @@ class Hub:
         A trainer's step blocks the event loop: what were only queued would wait for its end, and
         the step perhaps for a rank that waits for the message.
         """
+        self._num_verdicts += isinstance(message, Verdict)
         for channel in self._channels.values():
             channel.send(message)
             await channel.drain()
-
-    def forget_old(self) -> None:
-        """Drop what ranks said of a push that has ended."""
-        for rank, inbox in self._inbox.items():
-            kept = []
-            while not inbox.empty():
-                message = inbox.get_nowait()
-                if isinstance(message, Joined | WeightSyncError):  # the next push's, or for ever
-                    kept.append(message)
-            for message in kept:
-                self._inbox[rank].put_nowait(message)
 
     def close(self) -> None:
         """Hang up."""
@@ -207,6 +214,8 @@ class Spoke:
         self._rank = rank
         self._inbox: asyncio.Queue[ToRank | WeightSyncError] = asyncio.Queue()
         self._channel: Channel[FromRank, ToRank] | None = None
+        self.num_verdicts = 0
+        """Of pushes, so far."""
 
     async def open(self, address: str, timeout_s: float) -> None:
         """Connect to rank 0, and wait until all ranks have.
@@ -252,6 +261,7 @@ class Spoke:
         if isinstance(message, WeightSyncError):
             self._inbox.put_nowait(message)
             raise message
+        self.num_verdicts += isinstance(message, Verdict)
         return message
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ class ModelSource:
         if not partitioned:
             yield
             return
-        import deepspeed  # type: ignore[import-not-found,unused-ignore]  # an extra
+        import deepspeed
 
         with deepspeed.zero.GatheredParameters(partitioned):
             yield

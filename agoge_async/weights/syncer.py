@@ -201,7 +201,7 @@ class ParamSyncer:
     async def _lead(self, hub: Hub, version: int) -> PushRecord:
         push = _LeadingPush(self._options, self._targets, version)
         try:
-            async with _deadline(self._options.timeout_s):
+            async with _deadline(self._options.timeout_s, push):
                 record = await self._transact(hub, push)
         except BaseException as error:
             failure = push.failure(error, {})
@@ -211,7 +211,6 @@ class ParamSyncer:
             await hub.tell_all(
                 Verdict(None, str(failure), failure.culprit or "", failure.version or version)
             )
-            hub.forget_old()
             if not isinstance(error, Exception):
                 raise
             raise failure from error
@@ -221,7 +220,7 @@ class ParamSyncer:
     async def _transact(self, hub: Hub, push: _LeadingPush) -> PushRecord:
         started = time.monotonic()
         push.doing = "waiting for the other ranks to call push()"
-        await self._collect(hub, push.version)
+        await self._collect(hub, push)
         push.doing = "waiting for the engines to serve"
         engines = await _wait_for_engines(self._targets)
         manifest = await anyio.to_thread.run_sync(self._plan, engines, push.version)
@@ -233,9 +232,9 @@ class ParamSyncer:
         await hub.tell_all(Start(manifest))
         if is_gloo and not self._options.staged:
             push.doing = "sending and loading"
-            sent, loads = await _both(self._send_with_all(hub, manifest), push.load())
+            sent, loads = await _both(self._send_with_all(hub, push, manifest), push.load())
         else:
-            sent = await self._send_with_all(hub, manifest)
+            sent = await self._send_with_all(hub, push, manifest)
             if not is_gloo:
                 push.doing = "telling the engines to read"
                 await push.begin(manifest)
@@ -263,29 +262,38 @@ class ParamSyncer:
             peak_extra_bytes=max(part.peak_extra_bytes for part in sent),
         )
 
-    async def _collect(self, hub: Hub, version: int) -> None:
+    async def _collect(self, hub: Hub, push: _LeadingPush) -> None:
         """Have every rank join this push, with the same model."""
-        newest = max(target.version for target in self._targets)
+        joined: dict[int, Joined] = {}
+        ranks = range(1, _ranks()[1])
+
+        async def join(rank: int) -> None:
+            joined[rank] = await hub.join(rank)
+            push.awaited.discard(f"rank {rank}")
+
+        push.awaited.update(f"rank {rank}" for rank in ranks)
+        await _all(*(functools.partial(join, rank) for rank in ranks))
         mine = self._fingerprint()
-        for rank in range(1, _ranks()[1]):
-            joined = await hub.receive(rank)
-            assert isinstance(joined, Joined), joined
-            if joined.version != version:
+        for rank in ranks:
+            if joined[rank].version != push.version:
                 raise WeightSyncError(
-                    f"rank {rank} pushes version {joined.version}, rank 0 version {version}",
+                    f"rank {rank} pushes version {joined[rank].version}, rank 0 version "
+                    f"{push.version}",
                     culprit=f"rank {rank}",
                 )
-            if joined.fingerprint != mine:
+            if joined[rank].fingerprint != mine:
                 raise WeightSyncError(
                     f"rank {rank} has another model, or other options, than rank 0",
                     culprit=f"rank {rank}",
                 )
-        if version <= newest:
+        newest = max(target.version for target in self._targets)
+        if push.version <= newest:
             raise WeightSyncError(
                 f"the engines have version {newest} already; versions must grow", culprit="rank 0"
             )
 
-    async def _send_with_all(self, hub: Hub, manifest: Manifest) -> list[Sent]:
+    async def _send_with_all(self, hub: Hub, push: _LeadingPush, manifest: Manifest) -> list[Sent]:
+        """Have every rank do its part, this one included."""
         sent: list[Sent] = []
 
         async def own() -> None:
@@ -295,13 +303,17 @@ class ParamSyncer:
                 if isinstance(error.__cause__, RuntimeError):  # torch's, when others have left
                     await anyio.sleep(EXPLAIN_S)
                 raise
+            push.awaited.discard("rank 0")
 
-        async def others(rank: int) -> None:
+        async def other(rank: int) -> None:
             message = await hub.receive(rank)
             assert isinstance(message, Sent), message
             sent.append(message)
+            push.awaited.discard(f"rank {rank}")
 
-        await _all(own, *(lambda rank=rank: others(rank) for rank in range(1, _ranks()[1])))
+        num_ranks = _ranks()[1]
+        push.awaited.update(f"rank {rank}" for rank in range(num_ranks))
+        await _all(own, *(functools.partial(other, rank) for rank in range(1, num_ranks)))
         return sent
 
     def _plan(self, engines: list[WeightShape], version: int) -> Manifest:
@@ -375,7 +387,7 @@ class ParamSyncer:
     # The other ranks.
 
     async def _follow(self, spoke: Spoke, version: int) -> PushRecord:
-        await spoke.tell(Joined(version, self._fingerprint()))
+        await spoke.tell(Joined(spoke.num_verdicts, version, self._fingerprint()))
         # Rank 0 has the deadline; this one is for a rank 0 that hangs.
         try:
             async with asyncio.timeout(self._options.timeout_s + 2 * CLEANUP_S):
@@ -419,6 +431,8 @@ class _LeadingPush:
         self.version = version
         self.doing = "starting"
         self.control_calls = 0
+        self.awaited: set[str] = set()
+        """Ranks and engines that have something to do; what is late, when time is up."""
         self._options = options
         self._targets = targets
         self._begun: list[WeightTarget] = []
@@ -434,7 +448,9 @@ class _LeadingPush:
                 route = msgspec.structs.replace(route, first_worker=first_worker)
             own = msgspec.structs.replace(manifest, route=route)
             self._begun.append(target)
-            await _named(target, target.begin_push(encode_manifest(own), self._options.timeout_s))
+            await self._named(
+                target, target.begin_push(encode_manifest(own), self._options.timeout_s)
+            )
 
         first = itertools.accumulate(
             (target.weight_shape().num_workers for target in self._targets), initial=1
@@ -451,7 +467,7 @@ class _LeadingPush:
         timeout_s = self._options.timeout_s
         await self._on_each(
             *(
-                lambda target=target: _named(target, target.wait_push(timeout_s))
+                lambda target=target: self._named(target, target.wait_push(timeout_s))
                 for target in self._targets
             )
         )
@@ -462,7 +478,7 @@ class _LeadingPush:
         mode, timeout_s = self._options.mode, self._options.timeout_s
 
         async def load(target: WeightTarget) -> None:
-            loads.append(await _named(target, target.load_push(self.version, mode, timeout_s)))
+            loads.append(await self._named(target, target.load_push(self.version, mode, timeout_s)))
 
         self._held_from = time.monotonic()
         self._torn, self._begun = self._begun, []
@@ -474,7 +490,9 @@ class _LeadingPush:
         timeout_s = self._options.timeout_s
         await self._on_each(
             *(
-                lambda target=target: _named(target, target.commit_push(self.version, timeout_s))
+                lambda target=target: self._named(
+                    target, target.commit_push(self.version, timeout_s)
+                )
                 for target in self._targets
             )
         )
@@ -502,15 +520,28 @@ class _LeadingPush:
 
     def failure(self, error: BaseException, faults: dict[str, str]) -> WeightSyncError:
         """Say whose failure it was: an engine's own first; the others only lost touch with it."""
-        culprit = (error.culprit if isinstance(error, WeightSyncError) else None) or "rank 0"
+        culprit = error.culprit if isinstance(error, WeightSyncError) else None
         text = str(error) or type(error).__name__
-        if faults and culprit not in faults:
+        if faults and (culprit is None or isinstance(error.__cause__, RuntimeError)):
             culprit, text = next(iter(faults.items()))
+        culprit = culprit or "rank 0"
         return WeightSyncError(
             f"push of version {self.version} failed while {self.doing}: {text}",
             culprit=culprit,
             version=self.version,
         )
+
+    async def _named(self, target: WeightTarget, call: Awaitable[_Result]) -> _Result:
+        """Have an engine's failure carry its name, and its silence be seen."""
+        self.awaited.add(target.name)
+        try:
+            result = await call
+        except Exception as error:
+            if isinstance(error, WeightSyncError) and error.culprit is not None:
+                raise
+            raise WeightSyncError(str(error).splitlines()[0], culprit=target.name) from error
+        self.awaited.discard(target.name)
+        return result
 
     async def _on_each(self, *calls: Callable[[], Awaitable[None]]) -> None:
         self.control_calls += len(calls)
@@ -682,16 +713,6 @@ async def _wait_for_engines(targets: Sequence[WeightTarget]) -> list[WeightShape
     return engines
 
 
-async def _named(target: WeightTarget, call: Awaitable[_Result]) -> _Result:
-    """Have an engine's failure carry its name."""
-    try:
-        return await call
-    except Exception as error:
-        if isinstance(error, WeightSyncError) and error.culprit is not None:
-            raise
-        raise WeightSyncError(str(error).splitlines()[0], culprit=target.name) from error
-
-
 async def _all(*calls: Callable[[], Awaitable[None]]) -> None:
     """Await all; the first failure ends the others and is raised itself."""
     try:
@@ -699,7 +720,8 @@ async def _all(*calls: Callable[[], Awaitable[None]]) -> None:
             for call in calls:
                 group.create_task(_as_coroutine(call))
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
 
 
 async def _both(one: Awaitable[_Result], other: Awaitable[_Other]) -> tuple[_Result, _Other]:
@@ -718,14 +740,19 @@ async def _as_coroutine(call: Callable[[], Awaitable[None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _deadline(timeout_s: float) -> AsyncIterator[None]:
+async def _deadline(timeout_s: float, push: _LeadingPush) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(timeout_s) as bound:
             yield
     except TimeoutError as error:
         if not bound.expired():
             raise
-        raise WeightSyncError(f"not done within {timeout_s:g} s (timeout_s)") from error
+        late = sorted(push.awaited)
+        raise WeightSyncError(
+            f"not done within {timeout_s:g} s (timeout_s)"
+            + (f"; {', '.join(late)} did not answer" if late else ""),
+            culprit=late[0] if late else None,
+        ) from error
 
 
 def _choice(name: str, given: str, known: dict[str, _Result]) -> _Result:

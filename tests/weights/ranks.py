@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 
 import deepspeed
 import torch
@@ -19,7 +20,7 @@ from tests.weights.test_push import Target
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute
 TIMEOUT_S = 8.0
-FAULTS = ("dies", "raises", "other version", "stays away")
+FAULTS = ("dies", "raises", "other version", "comes late")
 
 
 class Model(nn.Module):
@@ -125,11 +126,12 @@ async def fail(engine, fault: str) -> None:
 
         sending.seal = stumble
     try:
-        if rank == 0 or fault != "stays away":
-            await syncer.push(version=2 if rank == 1 and fault == "other version" else 1)
+        if rank == 1 and fault == "comes late":
+            time.sleep(TIMEOUT_S + 2)  # noqa: ASYNC251  # blocks, as a step of a trainer does
+        await syncer.push(version=2 if rank == 1 and fault == "other version" else 1)
     except WeightSyncError as error:
         print(f"rank {rank}: {error.culprit}: {error}", flush=True)
-    if fault in {"raises", "other version"}:
+    if fault != "dies":
         record = await syncer.push(version=3)
         print(f"rank {rank}: then {record.version}", flush=True)
     await syncer.aclose()

@@ -208,8 +208,11 @@ async def test_a_target_that_hangs_fails_the_push_by_its_deadline():
     """NeMo-RL#3472: the next sync blocked for ever."""
     async with connected(Tied(), timeout_s=1.0, transport="shm") as (syncer, [target]):
         target.load_gate = threading.Event()
-        with pytest.raises(WeightSyncError, match=r"while loading: .*not done within 1 s"):
+        with pytest.raises(
+            WeightSyncError, match=r"while loading: .*not done within 1 s .*engine/0 did not"
+        ) as caught:
             await syncer.push(version=1)
+        assert "engine/0" == caught.value.culprit
         assert target.condemned
         target.load_gate.set()
 
