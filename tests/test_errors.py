@@ -21,6 +21,8 @@ PLAUSIBLE = {
     "max_model_len": 2048,
     "capability": "vision",
     "timeout_s": 0.5,
+    "culprit": "rank 1",
+    "version": 7,
     "max_queued": 100,
     "backend": "tiny/0",
     "log_tail": ["first line", "last line"],
