@@ -60,8 +60,9 @@ async def test_the_first_error_counts():
     deadline.close()
 
 
-async def test_a_cancellation_of_the_callers_stays_one():
-    """Both at once: whoever cancelled the task must see it end cancelled."""
+@pytest.mark.parametrize("is_late", [True, False])
+async def test_a_cancellation_of_the_callers_stays_one(is_late):
+    """Alone or with the deadline's: whoever cancelled the task must see it end cancelled."""
     deadline = Deadline(FAR_S, LateError)
 
     async def step() -> None:
@@ -72,23 +73,8 @@ async def test_a_cancellation_of_the_callers_stays_one():
         task = group.create_task(step())
         await asyncio.sleep(0)
         task.cancel()
-        deadline.end_with(LateError())
-    assert task.cancelled()
-    deadline.close()
-
-
-async def test_a_cancellation_before_the_deadline_is_not_its_own():
-    """It is passed on as it is."""
-    deadline = Deadline(FAR_S, LateError)
-
-    async def step() -> None:
-        with deadline:
-            await anyio.sleep_forever()
-
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(step())
-        await asyncio.sleep(0)
-        task.cancel()
+        if is_late:
+            deadline.end_with(LateError())
     assert task.cancelled()
     deadline.close()
 
@@ -114,7 +100,9 @@ async def test_a_closed_one_leaves_nothing():
     called = []
     deadline = Deadline(0.0, lambda: called.append(1) or LateError())
     deadline.close()
-    await asyncio.sleep(0.01)
+    later = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.0, later.set)
+    await later.wait()
     assert not called
     gone = weakref.ref(deadline)
     del deadline

@@ -121,7 +121,7 @@ class Channel(asyncio.Protocol, Generic[_Out, _In]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport; called by asyncio."""
-        self._transport = transport  # type: ignore[assignment]  # create_unix_connection gives a Transport
+        self._transport = transport  # type: ignore[assignment]  # a connection of a stream socket gives a Transport
 
     def pause_writing(self) -> None:
         """Make `drain` wait; called by asyncio."""

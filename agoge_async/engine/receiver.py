@@ -16,7 +16,7 @@ import torch
 
 from agoge_async.errors import WeightSyncError
 from agoge_async.weights.manifest import GlooRoute, Manifest
-from agoge_async.weights.plan import ALIGNMENT, Bucket, Message, aligned
+from agoge_async.weights.plan import Bucket, Message
 from agoge_async.weights.transport import (
     GlooInlet,
     Inlet,
@@ -171,7 +171,9 @@ class _Push:
             if message.parts is None:
                 whole = frame
             else:
-                whole = begun.setdefault(bucket.index, _empty_bucket(bucket))
+                if bucket.index not in begun:
+                    begun[bucket.index] = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+                whole = begun[bucket.index]
                 _place_parts(message, bucket, frame, whole)
             missing[message.bucket] -= 1
             if missing[message.bucket] == 0:
@@ -253,10 +255,6 @@ class _Push:
         """Let go of what was only for this push."""
         if isinstance(self._inlet, SharedMemoryInlet):
             self._inlet.close()
-
-
-def _empty_bucket(bucket: Bucket) -> torch.Tensor:
-    return torch.empty(aligned(bucket.num_bytes) + ALIGNMENT, dtype=torch.uint8)
 
 
 def _place_parts(

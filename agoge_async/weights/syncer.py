@@ -17,7 +17,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import anyio
@@ -433,7 +433,8 @@ class _LeadingPush:
         self.control_calls = 0
         self.awaited: set[str] = set()
         """Ranks and engines that have something to do; what is late, when time is up."""
-        self._options = options
+        self._mode = options.mode
+        self._timeout_s = options.timeout_s
         self._targets = targets
         self._begun: list[WeightTarget] = []
         self._torn: list[WeightTarget] = []
@@ -441,61 +442,38 @@ class _LeadingPush:
 
     async def begin(self, manifest: Manifest) -> None:
         """Have all engines receive."""
+        first_workers: dict[str, int] = {}
+        next_worker = 1
+        for target in self._targets:
+            first_workers[target.name] = next_worker
+            next_worker += target.weight_shape().num_workers
 
-        async def begin(target: WeightTarget, first_worker: int) -> None:
+        def begin(target: WeightTarget) -> Awaitable[None]:
             route = manifest.route
             if isinstance(route, GlooRoute):
+                first_worker = first_workers[target.name]
                 route = msgspec.structs.replace(route, first_worker=first_worker)
             own = msgspec.structs.replace(manifest, route=route)
             self._begun.append(target)
-            await self._named(
-                target, target.begin_push(encode_manifest(own), self._options.timeout_s)
-            )
+            return target.begin_push(encode_manifest(own), self._timeout_s)
 
-        first = itertools.accumulate(
-            (target.weight_shape().num_workers for target in self._targets), initial=1
-        )
-        await self._on_each(
-            *(
-                lambda target=target, worker=worker: begin(target, worker)
-                for target, worker in zip(self._targets, first, strict=False)
-            )
-        )
+        await self._on_each(begin)
 
     async def wait_ready(self) -> None:
         """Wait until all engines have everything, whole; still nothing is touched."""
-        timeout_s = self._options.timeout_s
-        await self._on_each(
-            *(
-                lambda target=target: self._named(target, target.wait_push(timeout_s))
-                for target in self._targets
-            )
-        )
+        await self._on_each(lambda target: target.wait_push(self._timeout_s))
 
     async def load(self) -> list[dict[str, float]]:
         """Have all engines load; from here on what fails is torn."""
-        loads: list[dict[str, float]] = []
-        mode, timeout_s = self._options.mode, self._options.timeout_s
-
-        async def load(target: WeightTarget) -> None:
-            loads.append(await self._named(target, target.load_push(self.version, mode, timeout_s)))
-
         self._held_from = time.monotonic()
         self._torn, self._begun = self._begun, []
-        await self._on_each(*(lambda target=target: load(target) for target in self._targets))
-        return loads
+        return await self._on_each(
+            lambda target: target.load_push(self.version, self._mode, self._timeout_s)
+        )
 
     async def commit(self) -> float:
         """Have all engines generate again; gives the seconds that they stood still."""
-        timeout_s = self._options.timeout_s
-        await self._on_each(
-            *(
-                lambda target=target: self._named(
-                    target, target.commit_push(self.version, timeout_s)
-                )
-                for target in self._targets
-            )
-        )
+        await self._on_each(lambda target: target.commit_push(self.version, self._timeout_s))
         self._torn = []
         return time.monotonic() - self._held_from
 
@@ -515,7 +493,7 @@ class _LeadingPush:
                     faults[target.name] = f"engine {target.name}: {fault}"
 
         with contextlib.suppress(Exception):
-            await _all(*(lambda target=target: abort(target) for target in self._begun))
+            await _all(*(functools.partial(abort, target) for target in self._begun))
         return faults
 
     def failure(self, error: BaseException, faults: dict[str, str]) -> WeightSyncError:
@@ -531,21 +509,23 @@ class _LeadingPush:
             version=self.version,
         )
 
-    async def _named(self, target: WeightTarget, call: Awaitable[_Result]) -> _Result:
-        """Have an engine's failure carry its name, and its silence be seen."""
-        self.awaited.add(target.name)
-        try:
-            result = await call
-        except Exception as error:
-            if isinstance(error, WeightSyncError) and error.culprit is not None:
-                raise
-            raise WeightSyncError(str(error).splitlines()[0], culprit=target.name) from error
-        self.awaited.discard(target.name)
-        return result
+    async def _on_each(self, call: Callable[[WeightTarget], Awaitable[_Result]]) -> list[_Result]:
+        """Call all engines; a failure carries the engine's name, and its silence is seen."""
+        results: list[_Result] = []
 
-    async def _on_each(self, *calls: Callable[[], Awaitable[None]]) -> None:
-        self.control_calls += len(calls)
-        await _all(*calls)
+        async def one(target: WeightTarget) -> None:
+            self.awaited.add(target.name)
+            try:
+                results.append(await call(target))
+            except Exception as error:
+                if isinstance(error, WeightSyncError) and error.culprit is not None:
+                    raise
+                raise WeightSyncError(str(error).splitlines()[0], culprit=target.name) from error
+            self.awaited.discard(target.name)
+
+        self.control_calls += len(self._targets)
+        await _all(*(functools.partial(one, target) for target in self._targets))
+        return results
 
 
 _LOST_TOUCH = ("RuntimeError", "DistNetworkError", "DistStoreError")
@@ -562,7 +542,6 @@ class _Roads:
         self._segment: Segment | None = None
         self._gloo: tuple[GlooRoute, int, int, GlooLane] | None = None
         self._last: tuple[object, GlooRoute] | None = None
-        self._opening: GlooGroup | None = None
 
     def route(
         self,
@@ -625,7 +604,6 @@ class _Roads:
 
     def close(self) -> None:
         self.give_up()
-        self._store = None
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -713,12 +691,12 @@ async def _wait_for_engines(targets: Sequence[WeightTarget]) -> list[WeightShape
     return engines
 
 
-async def _all(*calls: Callable[[], Awaitable[None]]) -> None:
+async def _all(*calls: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Await all; the first failure ends the others and is raised itself."""
     try:
         async with asyncio.TaskGroup() as group:
             for call in calls:
-                group.create_task(_as_coroutine(call))
+                group.create_task(call())
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
         raise first from first.__cause__
@@ -733,10 +711,6 @@ async def _both(one: Awaitable[_Result], other: Awaitable[_Other]) -> tuple[_Res
 
     await _all(lambda: keep(0, one), lambda: keep(1, other))
     return results[0], results[1]
-
-
-async def _as_coroutine(call: Callable[[], Awaitable[None]]) -> None:
-    await call()
 
 
 @contextlib.asynccontextmanager
