@@ -540,6 +540,7 @@ class _Roads:
         self._timeout_s = timeout_s
         self._store: torch.distributed.TCPStore | None = None
         self._segment: Segment | None = None
+        self._segment_route: SharedMemoryRoute | None = None
         self._gloo: tuple[GlooRoute, int, int, GlooLane] | None = None
         self._last: tuple[object, GlooRoute] | None = None
 
@@ -553,11 +554,10 @@ class _Roads:
         if transport != "gloo":
             size = segment_bytes(messages)
             if self._segment is None or self._segment.num_bytes != size:
-                if self._segment is not None:
-                    self._segment.close()
-                self._segment = None
+                self._leave_segment()
                 self._segment = Segment.make(size)
-            return SharedMemoryRoute(self._segment.path, size)
+            self._segment_route = SharedMemoryRoute(self._segment.path, size)
+            return self._segment_route
         sources = tuple(sorted({message.source for message in messages}))
         key = (engines, sources)
         if self._last is not None and self._last[0] == key:
@@ -579,8 +579,10 @@ class _Roads:
         """Give this rank's way to the workers."""
         route = manifest.route
         if isinstance(route, SharedMemoryRoute):
-            if self._segment is None or (self._rank != 0 and self._segment.path != route.segment):
+            if self._segment is None or self._segment_route != route:
+                self._leave_segment()
                 self._segment = Segment.open(route.segment, route.num_bytes)
+                self._segment_route = route
             return SharedMemoryLane(self._segment, manifest.messages)
         if self._gloo is not None and self._gloo[:3] == (route, largest, num_frames):
             return self._gloo[3]
@@ -604,6 +606,9 @@ class _Roads:
 
     def close(self) -> None:
         self.give_up()
+        self._leave_segment()
+
+    def _leave_segment(self) -> None:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
