@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 
 # Lowest first. "name.*" takes each module of that package that isn't listed by its own name.
 LAYERS = [
-    {"deadlines", "errors"},
+    {"deadlines", "errors", "tasks"},
     {"messages"},
     {"requests", "responses"},
     {"assembly", "limits", "metrics", "progress", "routing", "weights", "weights.plan"},
@@ -29,6 +29,7 @@ LAYERS = [
     {"dispatch"},
     {"launch"},
     {"router"},
+    {"weights.engines", "weights.routes"},
     {"weights.syncer"},
     {"cli", "cli.*"},
     {"__init__"},
@@ -42,6 +43,9 @@ WITH_TORCH = {
     "engine.serving",
     "engine.worker",
     "weights.digest",
+    "weights.engines",
+    "weights.ranks",
+    "weights.routes",
     "weights.sending",
     "weights.sources",
     "weights.syncer",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
+import os
 import secrets
 import socket
 from typing import Any
@@ -16,10 +18,13 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
+import torch.distributed
 
 from agoge_async.engine.channel import Channel
 from agoge_async.errors import WeightSyncError
 from agoge_async.weights.manifest import Manifest
+
+_connects = itertools.count()
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
@@ -268,3 +273,54 @@ class Spoke:
         """Hang up."""
         if self._channel is not None:
             self._channel.close()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Give this process's rank in the trainer, and the number of ranks."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def host_address() -> str:
+    """Give rank 0's address, as all ranks and engines can reach it."""
+    everywhere, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    return "127.0.0.1" if everywhere == here else os.environ["MASTER_ADDR"]
+
+
+async def meet(rank: int, num_ranks: int, timeout_s: float) -> Hub | Spoke:
+    """Connect the ranks; they find rank 0 through the trainer's own store.
+
+    Raises:
+        WeightSyncError: Some didn't come within `timeout_s`.
+    """
+    key = f"agoge_async/param_syncer/{next(_connects)}"
+    if rank == 0:
+        hub = Hub(num_ranks)
+        try:
+            address = await hub.open(host_address())
+            if num_ranks > 1:
+                await anyio.to_thread.run_sync(_default_store().set, key, address)
+            await hub.wait_all(timeout_s)
+        except BaseException:
+            hub.close()
+            raise
+        return hub
+    try:
+        with anyio.fail_after(timeout_s):
+            raw = await anyio.to_thread.run_sync(_default_store().get, key, abandon_on_cancel=True)
+    except (TimeoutError, RuntimeError) as error:
+        raise WeightSyncError(
+            f"rank 0 did not call connect() within {timeout_s:g} s", culprit="rank 0"
+        ) from error
+    spoke = Spoke(rank)
+    try:
+        await spoke.open(raw.decode(), timeout_s)
+    except BaseException:
+        spoke.close()
+        raise
+    return spoke
+
+
+def _default_store() -> Any:
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -13,50 +13,39 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
-import os
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Literal, Self, TypeVar
+from collections.abc import Sequence
+from typing import Literal, Self, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
-import torch.distributed
 from torch import nn
 
 from agoge_async.backends.base import Backend, WeightShape, WeightTarget
-from agoge_async.errors import EngineDiedError, NoReplicaError, UnsupportedError, WeightSyncError
+from agoge_async.errors import UnsupportedError, WeightSyncError
 from agoge_async.metrics import PushRecord
 from agoge_async.router import Router
-from agoge_async.weights.manifest import (
-    GlooRoute,
-    Manifest,
-    Route,
-    SharedMemoryRoute,
-    encode_manifest,
+from agoge_async.tasks import await_all, await_both
+from agoge_async.weights.engines import CLEANUP_S, EnginePush, deadline, wait_for_engines
+from agoge_async.weights.manifest import GlooRoute, Manifest
+from agoge_async.weights.plan import plan_buckets, shard_messages, whole_messages
+from agoge_async.weights.ranks import (
+    Failed,
+    Hub,
+    Joined,
+    Sent,
+    Spoke,
+    Start,
+    ToRank,
+    Verdict,
+    meet,
+    rank_and_size,
 )
-from agoge_async.weights.plan import (
-    Message,
-    plan_buckets,
-    shard_messages,
-    whole_messages,
-)
-from agoge_async.weights.ranks import Failed, Hub, Joined, Sent, Spoke, Start, ToRank, Verdict
+from agoge_async.weights.routes import Routes
 from agoge_async.weights.sending import Gather, Part
 from agoge_async.weights.sources import ModelSource
-from agoge_async.weights.transport import (
-    GlooGroup,
-    GlooLane,
-    Lane,
-    Segment,
-    SharedMemoryLane,
-    frame_bytes,
-    join_store,
-    segment_bytes,
-    serve_store,
-)
+from agoge_async.weights.transport import Lane, frame_bytes
 
 GATHER_NAMES = {
     "zero3_low_mem": Gather.ONE,
@@ -66,13 +55,9 @@ GATHER_NAMES = {
 """Names of strategies, those of other trainers' `param_sync_mode` included."""
 PAUSE_MODES = {"keep": "keep", "abort": "abort", "drain": "wait"}
 TRANSPORTS = ("auto", "gloo", "shm")
-CLEANUP_S = 10.0
-"""How long engines and threads may take to give up a push that failed."""
 EXPLAIN_S = 1.0
 """A rank that only lost touch waits as long for whoever can say why."""
-_connects = itertools.count()
-_Result = TypeVar("_Result")
-_Other = TypeVar("_Other")
+_Choice = TypeVar("_Choice")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +91,7 @@ class ParamSyncer:
         self._ends = ends
         self._targets = list(targets)
         self._part = Part(source, rank, options.gather)
-        self._roads = _Roads(rank, options.timeout_s)
+        self._routes = Routes(rank, options.timeout_s)
         self._lock = asyncio.Lock()
 
     @classmethod
@@ -149,7 +134,7 @@ class ParamSyncer:
         """
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-        rank, num_ranks = _ranks()
+        rank, num_ranks = rank_and_size()
         source = ModelSource(trainer_model)
         options = SyncOptions(
             gather=_choice("gather", gather, GATHER_NAMES),
@@ -164,7 +149,7 @@ class ParamSyncer:
         if options.gather is Gather.SHARDS and not source.is_partitioned:
             raise ValueError("gather='shards' needs a model under ZeRO-3; take 'bucketed'")
         targets = _targets(router, model) if rank == 0 else []
-        ends = await _meet(rank, num_ranks, timeout_s)
+        ends = await meet(rank, num_ranks, timeout_s)
         return cls(source, rank, options, ends, targets)
 
     async def push(self, *, version: int) -> PushRecord:
@@ -186,7 +171,7 @@ class ParamSyncer:
     async def aclose(self) -> None:
         """Let go of everything that pushes used; the engines keep their weights."""
         self._ends.close()
-        await anyio.to_thread.run_sync(self._roads.close)
+        await anyio.to_thread.run_sync(self._routes.close)
 
     async def __aenter__(self) -> Self:
         """Give the syncer itself."""
@@ -199,14 +184,14 @@ class ParamSyncer:
     # Rank 0.
 
     async def _lead(self, hub: Hub, version: int) -> PushRecord:
-        push = _LeadingPush(self._options, self._targets, version)
+        push = EnginePush(self._targets, version, self._options.mode, self._options.timeout_s)
         try:
-            async with _deadline(self._options.timeout_s, push):
+            async with deadline(self._options.timeout_s, push):
                 record = await self._transact(hub, push)
         except BaseException as error:
             failure = push.failure(error, {})
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLEANUP_S):
-                await anyio.to_thread.run_sync(self._roads.give_up)
+                await anyio.to_thread.run_sync(self._routes.give_up)
                 failure = push.failure(error, await push.undo(str(failure)))
             await hub.tell_all(
                 Verdict(None, str(failure), failure.culprit or "", failure.version or version)
@@ -217,12 +202,12 @@ class ParamSyncer:
         await hub.tell_all(Verdict(dataclasses.asdict(record)))
         return record
 
-    async def _transact(self, hub: Hub, push: _LeadingPush) -> PushRecord:
+    async def _transact(self, hub: Hub, push: EnginePush) -> PushRecord:
         started = time.monotonic()
         push.doing = "waiting for the other ranks to call push()"
         await self._collect(hub, push)
         push.doing = "waiting for the engines to serve"
-        engines = await _wait_for_engines(self._targets)
+        engines = await wait_for_engines(push)
         manifest = await anyio.to_thread.run_sync(self._plan, engines, push.version)
         is_gloo = isinstance(manifest.route, GlooRoute)
         if is_gloo:
@@ -232,7 +217,7 @@ class ParamSyncer:
         await hub.tell_all(Start(manifest))
         if is_gloo and not self._options.staged:
             push.doing = "sending and loading"
-            sent, loads = await _both(self._send_with_all(hub, push, manifest), push.load())
+            sent, loads = await await_both(self._send_with_all(hub, push, manifest), push.load())
         else:
             sent = await self._send_with_all(hub, push, manifest)
             if not is_gloo:
@@ -262,17 +247,17 @@ class ParamSyncer:
             peak_extra_bytes=max(part.peak_extra_bytes for part in sent),
         )
 
-    async def _collect(self, hub: Hub, push: _LeadingPush) -> None:
+    async def _collect(self, hub: Hub, push: EnginePush) -> None:
         """Have every rank join this push, with the same model."""
         joined: dict[int, Joined] = {}
-        ranks = range(1, _ranks()[1])
+        ranks = range(1, rank_and_size()[1])
 
         async def join(rank: int) -> None:
             joined[rank] = await hub.join(rank)
             push.awaited.discard(f"rank {rank}")
 
         push.awaited.update(f"rank {rank}" for rank in ranks)
-        await _all(*(functools.partial(join, rank) for rank in ranks))
+        await await_all(*(functools.partial(join, rank) for rank in ranks))
         mine = self._fingerprint()
         for rank in ranks:
             if joined[rank].version != push.version:
@@ -292,7 +277,7 @@ class ParamSyncer:
                 f"the engines have version {newest} already; versions must grow", culprit="rank 0"
             )
 
-    async def _send_with_all(self, hub: Hub, push: _LeadingPush, manifest: Manifest) -> list[Sent]:
+    async def _send_with_all(self, hub: Hub, push: EnginePush, manifest: Manifest) -> list[Sent]:
         """Have every rank do its part, this one included."""
         sent: list[Sent] = []
 
@@ -311,9 +296,9 @@ class ParamSyncer:
             sent.append(message)
             push.awaited.discard(f"rank {rank}")
 
-        num_ranks = _ranks()[1]
+        num_ranks = rank_and_size()[1]
         push.awaited.update(f"rank {rank}" for rank in range(num_ranks))
-        await _all(own, *(functools.partial(other, rank) for rank in range(1, num_ranks)))
+        await await_all(own, *(functools.partial(other, rank) for rank in range(1, num_ranks)))
         return sent
 
     def _plan(self, engines: list[WeightShape], version: int) -> Manifest:
@@ -322,13 +307,13 @@ class ParamSyncer:
         if len(dtypes) > 1:
             raise WeightSyncError(f"the engines' dtypes differ: {', '.join(sorted(dtypes))}")
         buckets = plan_buckets(self._source.metadata(dtypes.pop()), options.bucket_bytes)
-        num_ranks = _ranks()[1]
+        num_ranks = rank_and_size()[1]
         messages = (
             shard_messages(buckets, num_ranks)
             if options.gather is Gather.SHARDS
             else whole_messages(buckets, range(num_ranks) if options.round_robin else (0,))
         )
-        route = self._roads.route(options.transport, messages, engines)
+        route = self._routes.route(options.transport, messages, engines)
         return Manifest(
             version=version,
             buckets=tuple(buckets),
@@ -354,7 +339,7 @@ class ParamSyncer:
             own = [frame_bytes(m) for m in manifest.messages if m.source == self._rank]
             # Under ZeRO-3 a gathered bucket waits beside the one on its way: two in all.
             waits = self._source.is_partitioned and self._options.gather is Gather.BUCKETED
-            return self._roads.lane(manifest, max(own), 1 if waits else 2) if own else None
+            return self._routes.lane(manifest, max(own), 1 if waits else 2) if own else None
 
         def fail(error: Exception) -> None:
             if not failed.done():
@@ -378,7 +363,7 @@ class ParamSyncer:
             ) from error
         finally:
             if not thread.done():
-                self._roads.give_up()
+                self._routes.give_up()
                 thread.cancel()
                 await asyncio.wait({thread})
             if not failed.cancel() and not failed.cancelled():
@@ -402,7 +387,7 @@ class ParamSyncer:
             ) from error
         assert isinstance(verdict, Verdict), verdict
         if verdict.record is None:
-            await anyio.to_thread.run_sync(self._roads.give_up)
+            await anyio.to_thread.run_sync(self._routes.give_up)
             raise verdict.failure()
         return msgspec.convert(verdict.record, PushRecord)
 
@@ -424,243 +409,6 @@ class ParamSyncer:
         return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:16]
 
 
-class _LeadingPush:
-    """One push, as rank 0 sees it: which engines have come how far."""
-
-    def __init__(self, options: SyncOptions, targets: Sequence[WeightTarget], version: int) -> None:
-        self.version = version
-        self.doing = "starting"
-        self.control_calls = 0
-        self.awaited: set[str] = set()
-        """Ranks and engines that have something to do; what is late, when time is up."""
-        self._mode = options.mode
-        self._timeout_s = options.timeout_s
-        self._targets = targets
-        self._begun: list[WeightTarget] = []
-        self._torn: list[WeightTarget] = []
-        self._held_from = 0.0
-
-    async def begin(self, manifest: Manifest) -> None:
-        """Have all engines receive."""
-        first_workers: dict[str, int] = {}
-        next_worker = 1
-        for target in self._targets:
-            first_workers[target.name] = next_worker
-            next_worker += target.weight_shape().num_workers
-
-        def begin(target: WeightTarget) -> Awaitable[None]:
-            route = manifest.route
-            if isinstance(route, GlooRoute):
-                first_worker = first_workers[target.name]
-                route = msgspec.structs.replace(route, first_worker=first_worker)
-            own = msgspec.structs.replace(manifest, route=route)
-            self._begun.append(target)
-            return target.begin_push(encode_manifest(own), self._timeout_s)
-
-        await self._on_each(begin)
-
-    async def wait_ready(self) -> None:
-        """Wait until all engines have everything, whole; still nothing is touched."""
-        await self._on_each(lambda target: target.wait_push(self._timeout_s))
-
-    async def load(self) -> list[dict[str, float]]:
-        """Have all engines load; from here on what fails is torn."""
-        self._held_from = time.monotonic()
-        self._torn, self._begun = self._begun, []
-        return await self._on_each(
-            lambda target: target.load_push(self.version, self._mode, self._timeout_s)
-        )
-
-    async def commit(self) -> float:
-        """Have all engines generate again; gives the seconds that they stood still."""
-        await self._on_each(lambda target: target.commit_push(self.version, self._timeout_s))
-        self._torn = []
-        return time.monotonic() - self._held_from
-
-    async def undo(self, cause: str) -> dict[str, str]:
-        """End torn engines, have the others forget the push; gives what went wrong in which."""
-        faults: dict[str, str] = {}
-        for target in self._torn:
-            target.condemn(f"a push of weights failed while it was loaded ({cause})")
-
-        async def abort(target: WeightTarget) -> None:
-            try:
-                fault = await target.abort_push(CLEANUP_S)
-            except (EngineDiedError, NoReplicaError) as error:
-                faults[target.name] = str(error).splitlines()[0]
-            else:
-                if fault is not None and not fault.startswith(_LOST_TOUCH):
-                    faults[target.name] = f"engine {target.name}: {fault}"
-
-        with contextlib.suppress(Exception):
-            await _all(*(functools.partial(abort, target) for target in self._begun))
-        return faults
-
-    def failure(self, error: BaseException, faults: dict[str, str]) -> WeightSyncError:
-        """Say whose failure it was: an engine's own first; the others only lost touch with it."""
-        culprit = error.culprit if isinstance(error, WeightSyncError) else None
-        text = str(error) or type(error).__name__
-        if faults and (culprit is None or isinstance(error.__cause__, RuntimeError)):
-            culprit, text = next(iter(faults.items()))
-        culprit = culprit or "rank 0"
-        return WeightSyncError(
-            f"push of version {self.version} failed while {self.doing}: {text}",
-            culprit=culprit,
-            version=self.version,
-        )
-
-    async def _on_each(self, call: Callable[[WeightTarget], Awaitable[_Result]]) -> list[_Result]:
-        """Call all engines; a failure carries the engine's name, and its silence is seen."""
-        results: list[_Result] = []
-
-        async def one(target: WeightTarget) -> None:
-            self.awaited.add(target.name)
-            try:
-                results.append(await call(target))
-            except Exception as error:
-                if isinstance(error, WeightSyncError) and error.culprit is not None:
-                    raise
-                raise WeightSyncError(str(error).splitlines()[0], culprit=target.name) from error
-            self.awaited.discard(target.name)
-
-        self.control_calls += len(self._targets)
-        await _all(*(functools.partial(one, target) for target in self._targets))
-        return results
-
-
-_LOST_TOUCH = ("RuntimeError", "DistNetworkError", "DistStoreError")
-"""How torch's errors begin when the other side has left."""
-
-
-class _Roads:
-    """What one rank keeps from push to push: groups, frames, the segment. Used by threads."""
-
-    def __init__(self, rank: int, timeout_s: float) -> None:
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._store: torch.distributed.TCPStore | None = None
-        self._segment: Segment | None = None
-        self._segment_route: SharedMemoryRoute | None = None
-        self._gloo: tuple[GlooRoute, int, int, GlooLane] | None = None
-        self._last: tuple[object, GlooRoute] | None = None
-
-    def route(
-        self,
-        transport: str,
-        messages: Sequence[Message],
-        engines: list[WeightShape],
-    ) -> Route:
-        """Say how this push goes; rank 0's."""
-        if transport != "gloo":
-            size = segment_bytes(messages)
-            if self._segment is None or self._segment.num_bytes != size:
-                self._leave_segment()
-                self._segment = Segment.make(size)
-            self._segment_route = SharedMemoryRoute(self._segment.path, size)
-            return self._segment_route
-        sources = tuple(sorted({message.source for message in messages}))
-        key = (engines, sources)
-        if self._last is not None and self._last[0] == key:
-            return self._last[1]
-        if self._store is None:
-            self._store = serve_store(_host(), self._timeout_s)
-        route = GlooRoute(
-            host=_host(),
-            port=self._store.port,
-            epoch=secrets.token_hex(8),
-            sources=sources,
-            num_workers=sum(engine.num_workers for engine in engines),
-            first_worker=0,
-        )
-        self._last = key, route
-        return route
-
-    def lane(self, manifest: Manifest, largest: int, num_frames: int) -> Lane:
-        """Give this rank's way to the workers."""
-        route = manifest.route
-        if isinstance(route, SharedMemoryRoute):
-            if self._segment is None or self._segment_route != route:
-                self._leave_segment()
-                self._segment = Segment.open(route.segment, route.num_bytes)
-                self._segment_route = route
-            return SharedMemoryLane(self._segment, manifest.messages)
-        if self._gloo is not None and self._gloo[:3] == (route, largest, num_frames):
-            return self._gloo[3]
-        if self._gloo is not None:
-            self._gloo[3].close()
-            self._gloo = None
-        if self._store is None:
-            self._store = join_store(route.host, route.port, self._timeout_s)
-        group = GlooGroup(self._store, route, self._rank, 0, self._timeout_s)
-        lane = GlooLane(group, largest, num_frames)
-        self._gloo = route, largest, num_frames, lane
-        return lane
-
-    def give_up(self) -> None:
-        """Leave the groups, so that nobody waits for this rank; the next push makes new ones."""
-        self._last = None
-        self._store = None  # rank 0's is the server: who waits at it for a group is told
-        if self._gloo is not None:
-            self._gloo[3].close()
-            self._gloo = None
-
-    def close(self) -> None:
-        self.give_up()
-        self._leave_segment()
-
-    def _leave_segment(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
-
-
-def _ranks() -> tuple[int, int]:
-    """Give this process's rank and the number of them."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
-
-
-def _host() -> str:
-    """Give rank 0's address, as all ranks and engines can reach it."""
-    everywhere, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    return "127.0.0.1" if everywhere == here else os.environ["MASTER_ADDR"]
-
-
-async def _meet(rank: int, num_ranks: int, timeout_s: float) -> Hub | Spoke:
-    """Connect the ranks; they find rank 0 through the trainer's own store."""
-    key = f"agoge_async/param_syncer/{next(_connects)}"
-    if rank == 0:
-        hub = Hub(num_ranks)
-        try:
-            address = await hub.open(_host())
-            if num_ranks > 1:
-                await anyio.to_thread.run_sync(_default_store().set, key, address)
-            await hub.wait_all(timeout_s)
-        except BaseException:
-            hub.close()
-            raise
-        return hub
-    try:
-        with anyio.fail_after(timeout_s):
-            raw = await anyio.to_thread.run_sync(_default_store().get, key, abandon_on_cancel=True)
-    except (TimeoutError, RuntimeError) as error:
-        raise WeightSyncError(
-            f"rank 0 did not call connect() within {timeout_s:g} s", culprit="rank 0"
-        ) from error
-    spoke = Spoke(rank)
-    try:
-        await spoke.open(raw.decode(), timeout_s)
-    except BaseException:
-        spoke.close()
-        raise
-    return spoke
-
-
-def _default_store() -> Any:
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
 def _targets(
     router: Router | Sequence[Backend | WeightTarget] | None, model: str
 ) -> list[WeightTarget]:
@@ -680,61 +428,7 @@ def _targets(
     return targets
 
 
-async def _wait_for_engines(targets: Sequence[WeightTarget]) -> list[WeightShape]:
-    """Wait until every engine runs; one that is down for good fails the push."""
-    engines = []
-    for target in targets:
-        while True:
-            if target.status.state == "failed":
-                raise WeightSyncError(
-                    f"engine {target.name} is down: {target.status.error}", culprit=target.name
-                )
-            with contextlib.suppress(NoReplicaError):
-                engines.append(target.weight_shape())
-                break
-            await anyio.sleep(0.1)
-    return engines
-
-
-async def _all(*calls: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Await all; the first failure ends the others and is raised itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for call in calls:
-                group.create_task(call())
-    except BaseExceptionGroup as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__
-
-
-async def _both(one: Awaitable[_Result], other: Awaitable[_Other]) -> tuple[_Result, _Other]:
-    """Await two; the first failure ends the other and is raised itself."""
-    results: dict[int, Any] = {}
-
-    async def keep(index: int, call: Awaitable[Any]) -> None:
-        results[index] = await call
-
-    await _all(lambda: keep(0, one), lambda: keep(1, other))
-    return results[0], results[1]
-
-
-@contextlib.asynccontextmanager
-async def _deadline(timeout_s: float, push: _LeadingPush) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(timeout_s) as bound:
-            yield
-    except TimeoutError as error:
-        if not bound.expired():
-            raise
-        late = sorted(push.awaited)
-        raise WeightSyncError(
-            f"not done within {timeout_s:g} s (timeout_s)"
-            + (f"; {', '.join(late)} did not answer" if late else ""),
-            culprit=late[0] if late else None,
-        ) from error
-
-
-def _choice(name: str, given: str, known: dict[str, _Result]) -> _Result:
+def _choice(name: str, given: str, known: dict[str, _Choice]) -> _Choice:
     if given not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
     return known[given]
