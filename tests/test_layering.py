@@ -39,6 +39,8 @@ HEAVY = {"torch", "vllm"}
 # They run in the engine's processes, which is what loads vLLM, or in a trainer's.
 WITH_TORCH = {
     "engine.host",
+    "engine.layout",
+    "engine.loading",
     "engine.receiver",
     "engine.serving",
     "engine.worker",

@@ -149,6 +149,13 @@ class WeightTarget(Protocol):
         """
         ...
 
+    async def compare_push(self, timeout_s: float) -> tuple[list[str], list[str]]:
+        """Compare what was received with the weights that the engine has; ends the push.
+
+        Gives the names that differ, and those that can't be compared.
+        """
+        ...
+
     async def commit_push(self, version: int, timeout_s: float) -> None:
         """Generate with what was loaded, under its version."""
         ...

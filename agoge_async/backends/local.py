@@ -233,6 +233,15 @@ class LocalBackend(Backend):
         answer = await self.engine.command(CommandKind.LOAD, body, timeout_s)
         return msgspec.json.decode(answer, type=dict[str, float])
 
+    async def compare_push(self, timeout_s: float) -> tuple[list[str], list[str]]:
+        """Compare what was received with the weights that the engine has; ends the push.
+
+        Gives the names that differ, and those that can't be compared.
+        """
+        answer = await self.engine.command(CommandKind.COMPARE, "", timeout_s)
+        found = msgspec.json.decode(answer, type=dict[str, list[str]])
+        return found["differing"], found["unchecked"]
+
     async def commit_push(self, version: int, timeout_s: float) -> None:
         """Serve with what was loaded."""
         await self.engine.command(CommandKind.COMMIT, "", timeout_s)

@@ -95,6 +95,9 @@ class CommandKind(StrEnum):
     """Answer when the push is received and whole. Touches nothing."""
     LOAD = "load"
     """Hold generation as the body says, wait for the push, put it into the model."""
+    COMPARE = "compare"
+    """In place of LOAD: compare what was received with the model; answers with the names that
+    differ, and those that can't be compared."""
     COMMIT = "commit"
     """Generate with it, under its version."""
     ABORT = "abort"

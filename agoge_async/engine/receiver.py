@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -265,18 +264,3 @@ def _place_parts(
         item = slice_.tensor.item_bytes
         begin, size = slice_.offset + part.first * item, part.num_items * item
         whole[begin : begin + size] = frame[part.offset : part.offset + size]
-
-
-def load_tensors(model: Any, model_config: Any, tensors: Tensors) -> None:
-    """Put checkpoint tensors into a running vLLM model, in place, as vLLM loads a checkpoint."""
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
-
-    with torch.inference_mode():
-        initialize_layerwise_reload(model)
-        model.load_weights(tensors)
-        for name, _ in tensors:  # a loader that stops early would leave the rest unread
-            raise WeightSyncError(f"the model did not take {name} and what follows it")
-        finalize_layerwise_reload(model, model_config)

@@ -31,14 +31,22 @@ class EnginePush:
 
     Args:
         targets: The engines.
+        what: The push, in words.
         version: Of the push.
         mode: What becomes of requests that run: wait, abort or keep.
         timeout_s: For each call.
     """
 
     def __init__(
-        self, targets: Sequence[WeightTarget], version: int, mode: str, timeout_s: float
+        self,
+        targets: Sequence[WeightTarget],
+        what: str,
+        version: int,
+        mode: str,
+        timeout_s: float,
     ) -> None:
+        self.targets = targets
+        self.what = what
         self.version = version
         self.doing = "starting"
         self.control_calls = 0
@@ -46,7 +54,6 @@ class EnginePush:
         """Ranks and engines that have something to do; what is late, when time is up."""
         self._mode = mode
         self._timeout_s = timeout_s
-        self.targets = targets
         self._begun: list[WeightTarget] = []
         self._torn: list[WeightTarget] = []
         self._held_from = 0.0
@@ -82,6 +89,17 @@ class EnginePush:
             lambda target: target.load_push(self.version, self._mode, self._timeout_s)
         )
 
+    async def compare(self) -> dict[str, tuple[list[str], list[str]]]:
+        """Have all engines compare; gives, by engine, what differs and what can't be compared."""
+        found: dict[str, tuple[list[str], list[str]]] = {}
+
+        async def compare(target: WeightTarget) -> None:
+            found[target.name] = await target.compare_push(self._timeout_s)
+
+        await self._on_each(compare)
+        self._begun = []
+        return found
+
     async def commit(self) -> float:
         """Have all engines generate again; gives the seconds that they stood still."""
         await self._on_each(lambda target: target.commit_push(self.version, self._timeout_s))
@@ -115,7 +133,7 @@ class EnginePush:
             culprit, text = next(iter(faults.items()))
         culprit = culprit or "rank 0"
         return WeightSyncError(
-            f"push of version {self.version} failed while {self.doing}: {text}",
+            f"{self.what} failed while {self.doing}: {text}",
             culprit=culprit,
             version=self.version,
         )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
-from agoge_async.weights.plan import Bucket, Message
+from agoge_async.weights.plan import Bucket, Message, TensorMeta
 
 DIGEST_BYTES = 16
 """Room behind each message for its digest."""
 
 
 class GlooRoute(msgspec.Struct, frozen=True, tag="gloo"):
-    """Messages come by broadcast, in a process group for each source.
+    """Live: messages come by broadcast, in a process group for each source.
 
     The source is rank 0 of its group; the workers of all engines are the ranks from 1 on.
     """
@@ -26,12 +28,19 @@ class GlooRoute(msgspec.Struct, frozen=True, tag="gloo"):
     first_worker: int
     """Rank of this engine's first worker."""
 
+    name: ClassVar[str] = "gloo"
+    is_live: ClassVar[bool] = True
+    """Whether engines receive while the ranks send; else they read what was written."""
+
 
 class SharedMemoryRoute(msgspec.Struct, frozen=True, tag="shm"):
     """Messages are written into a segment that the workers map; one follows the other."""
 
     segment: str
     num_bytes: int
+
+    name: ClassVar[str] = "shm"
+    is_live: ClassVar[bool] = False
 
 
 Route = GlooRoute | SharedMemoryRoute
@@ -51,6 +60,11 @@ class Manifest(msgspec.Struct, frozen=True):
     is_staged: bool
     """Received whole before the first tensor is loaded."""
     checks_digests: bool
+
+    @property
+    def tensors(self) -> list[TensorMeta]:
+        """What is sent, in order."""
+        return [slice_.tensor for bucket in self.buckets for slice_ in bucket.slices]
 
 
 def encode_manifest(manifest: Manifest) -> str:

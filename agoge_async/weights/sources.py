@@ -52,6 +52,7 @@ class ModelSource:
                 name,
                 dtype if dtype is not None and tensor.is_floating_point() else _name(tensor.dtype),
                 tuple(getattr(tensor, "ds_shape", tensor.shape)),
+                is_buffer=not isinstance(tensor, nn.Parameter),
             )
             for name, tensor in self._tensors.items()
         ]

@@ -76,6 +76,12 @@ class Target:
         self.calls.append(f"load {mode}")
         return await anyio.to_thread.run_sync(self._receiver.load, self._put)
 
+    async def compare_push(self, timeout_s: float) -> tuple[list[str], list[str]]:
+        self.calls.append("compare")
+        held, self._loaded = self.weights, {}
+        await anyio.to_thread.run_sync(self._receiver.load, self._put)
+        return [n for n, t in self._loaded.items() if not torch.equal(t, held[n])], []
+
     async def commit_push(self, version: int, timeout_s: float) -> None:
         self.calls.append("commit")
         self.version, self.weights = version, self._loaded
@@ -240,6 +246,29 @@ async def test_a_cancelled_push_is_given_up():
         await syncer.push(version=1)
         for target in targets:
             assert_equal(model, target.weights)
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+async def test_verify_names_what_differs(kind):
+    """On each engine, and changes nothing."""
+    model = Tied()
+    async with connected(model, 2, transport=kind) as (syncer, targets):
+        await syncer.push(version=3)
+        found = await syncer.verify()
+        assert found.is_equal
+        assert (3, 13) == (found.version, found.num_tensors)
+        with torch.no_grad():
+            model.layers[2].bias[7] += 1
+        targets[1].weights["scale"] += 1
+        found = await syncer.verify()
+        assert not found.is_equal
+        assert {
+            "engine/0": ("layers.2.bias",),
+            "engine/1": ("layers.2.bias", "scale"),
+        } == {name: tuple(sorted(names)) for name, names in found.differing.items()}
+        assert ["begin", "ready", "compare"] == targets[0].calls[-3:]
+        await syncer.push(version=4)
+        assert (await syncer.verify()).is_equal
 
 
 async def test_versions_grow():
