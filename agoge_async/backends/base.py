@@ -101,10 +101,15 @@ class WeightShape:
 
     incarnation: object
     """Another one after each restart."""
-    num_workers: int
-    """Processes that hold a part of the weights."""
+    devices: tuple[str, ...]
+    """Where each process that holds a part of the weights has it: "cpu", or a GPU's UUID."""
     dtype: str
     """torch's name, such as bfloat16."""
+
+    @property
+    def num_workers(self) -> int:
+        """Number of those processes."""
+        return len(self.devices)
 
 
 @runtime_checkable

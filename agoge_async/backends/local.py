@@ -202,9 +202,7 @@ class LocalBackend(Backend):
         """
         info = self.engine.info
         assert info is not None
-        return WeightShape(
-            incarnation=self.engine.pid, num_workers=info.num_workers, dtype=info.dtype
-        )
+        return WeightShape(incarnation=self.engine.pid, devices=info.devices, dtype=info.dtype)
 
     async def begin_push(self, manifest: str, timeout_s: float) -> None:
         """Have the engine receive a push; touches nothing.

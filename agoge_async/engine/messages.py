@@ -125,8 +125,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     vllm_version: str
     is_multimodal: bool
     has_tool_parser: bool
-    num_workers: int
-    """Processes that hold a part of the weights."""
+    devices: tuple[str, ...]
+    """Where each process that holds a part of the weights has it: "cpu", or a GPU's UUID."""
     dtype: str
     """Of the weights, by torch's name."""
 

@@ -174,15 +174,16 @@ class Serving:
         self._version = 0
         self._default_sampling = engine.model_config.get_diff_sampling_param()
 
-    def info(self) -> EngineInfo:
+    async def info(self) -> EngineInfo:
         """Say what this engine is."""
+        devices = await self._engine.collective_rpc("agoge_device")
         config = self._engine.model_config
         return EngineInfo(
             max_model_len=config.max_model_len,
             vllm_version=vllm.__version__,
             is_multimodal=config.is_multimodal_model,
             has_tool_parser=self._spec.tool_call_parser is not None,
-            num_workers=self._engine.vllm_config.parallel_config.world_size,
+            devices=tuple(devices),
             dtype=str(config.dtype).removeprefix("torch."),
         )
 

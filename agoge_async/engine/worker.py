@@ -51,9 +51,19 @@ class WorkerExtension:
         manifest = decode_manifest(text)
         self._agoge_weights = self._agoge_weights or ModelWeights(worker)
         unplaced = self._agoge_weights.expect(manifest)
-        self._agoge_receiver = self._agoge_receiver or PushReceiver(worker.rank)
+        self._agoge_receiver = self._agoge_receiver or PushReceiver(worker.rank, worker.device)
         self._agoge_receiver.begin(manifest)
         return unplaced
+
+    def agoge_device(self) -> str:
+        """Say where this worker holds its weights: "cpu", or its GPU's UUID."""
+        import torch
+
+        worker: Any = self
+        device: torch.device = worker.device
+        if device.type != "cuda":
+            return str(device.type)
+        return str(torch.cuda.get_device_properties(device).uuid)
 
     def agoge_push_is_ready(self) -> bool:
         """Whether the push is here, whole."""

@@ -13,9 +13,14 @@ import anyio
 import msgspec
 
 from agoge_async.backends.base import WeightShape, WeightTarget
-from agoge_async.errors import EngineDiedError, NoReplicaError, WeightSyncError
+from agoge_async.errors import (
+    BackendError,
+    EngineDiedError,
+    NoReplicaError,
+    WeightSyncError,
+)
 from agoge_async.tasks import await_all
-from agoge_async.weights.manifest import GlooRoute, Manifest, encode_manifest
+from agoge_async.weights.manifest import Manifest, encode_manifest
 
 CLEANUP_S = 10.0
 """How long engines and threads may take to give up a push that failed."""
@@ -67,11 +72,7 @@ class EnginePush:
             next_worker += target.weight_shape().num_workers
 
         def begin(target: WeightTarget) -> Awaitable[None]:
-            route = manifest.route
-            if isinstance(route, GlooRoute):
-                first_worker = first_workers[target.name]
-                route = msgspec.structs.replace(route, first_worker=first_worker)
-            own = msgspec.structs.replace(manifest, route=route)
+            own = msgspec.structs.replace(manifest, first_worker=first_workers[target.name])
             self._begun.append(target)
             return target.begin_push(encode_manifest(own), self._timeout_s)
 
@@ -177,6 +178,16 @@ async def wait_for_engines(push: EnginePush) -> list[WeightShape]:
             await anyio.sleep(ENGINE_POLL_S)
         push.awaited.discard(target.name)
     return engines
+
+
+async def leave(targets: Sequence[WeightTarget]) -> None:
+    """Have engines let go of what pushes used; those that don't run have nothing."""
+
+    async def one(target: WeightTarget) -> None:
+        with contextlib.suppress(BackendError, WeightSyncError):
+            await target.abort_push(CLEANUP_S)
+
+    await await_all(*(functools.partial(one, target) for target in targets))
 
 
 @contextlib.asynccontextmanager

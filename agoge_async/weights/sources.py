@@ -40,6 +40,14 @@ class ModelSource:
             raise WeightSyncError("the model has no parameters")
         self.is_partitioned = any(map(_is_partitioned, self._tensors.values()))
         """Whether ZeRO-3 has cut the parameters up."""
+        self.device: torch.device | None = None
+        """The GPU that this rank trains on."""
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def on_device(self) -> contextlib.AbstractContextManager[object]:
+        """Have this thread use the rank's GPU: CUDA chooses one anew in each thread."""
+        return contextlib.nullcontext() if self.device is None else torch.cuda.device(self.device)
 
     def metadata(self, dtype: str | None = None) -> list[TensorMeta]:
         """Describe what is sent, in order; nothing is gathered.

@@ -13,8 +13,11 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Literal, Self, TypeVar
 
 import anyio
@@ -27,7 +30,8 @@ from agoge_async.errors import UnsupportedError, WeightSyncError
 from agoge_async.metrics import PushRecord, VerifyRecord
 from agoge_async.router import Router
 from agoge_async.tasks import await_all, await_both
-from agoge_async.weights.engines import CLEANUP_S, EnginePush, deadline, wait_for_engines
+from agoge_async.weights.engines import CLEANUP_S, EnginePush, deadline, leave, wait_for_engines
+from agoge_async.weights.frames import frame_bytes
 from agoge_async.weights.manifest import Manifest
 from agoge_async.weights.plan import plan_buckets, shard_messages, whole_messages
 from agoge_async.weights.ranks import (
@@ -45,7 +49,7 @@ from agoge_async.weights.ranks import (
 from agoge_async.weights.routes import Routes
 from agoge_async.weights.sending import Gather, Part
 from agoge_async.weights.sources import ModelSource
-from agoge_async.weights.transport import Lane, frame_bytes
+from agoge_async.weights.transport import Lane
 
 GATHER_NAMES = {
     "zero3_low_mem": Gather.ONE,
@@ -54,7 +58,7 @@ GATHER_NAMES = {
 } | {str(gather): gather for gather in Gather}
 """Names of strategies, those of other trainers' `param_sync_mode` included."""
 PAUSE_MODES = {"keep": "keep", "abort": "abort", "drain": "wait"}
-TRANSPORTS = ("auto", "gloo", "shm")
+TRANSPORTS = ("auto", "gloo", "nccl", "shm", "cuda_ipc", "disk")
 EXPLAIN_S = 1.0
 """A rank that only lost touch waits as long for whoever can say why."""
 _Choice = TypeVar("_Choice")
@@ -73,6 +77,7 @@ class SyncOptions:
     staged: bool
     check_digests: bool
     timeout_s: float
+    folder: str | None
 
 
 class ParamSyncer:
@@ -92,7 +97,8 @@ class ParamSyncer:
         self._ends = ends
         self._targets = list(targets)
         self._part = Part(source, rank, options.gather)
-        self._routes = Routes(rank, options.timeout_s)
+        folder = None if options.folder is None else Path(options.folder)
+        self._routes = Routes(rank, source.device, options.timeout_s, folder)
         self._lock = asyncio.Lock()
 
     @classmethod
@@ -104,13 +110,14 @@ class ParamSyncer:
         *,
         model: str = "policy",
         gather: str = "bucketed",
-        transport: Literal["auto", "gloo", "shm"] = "auto",
+        transport: Literal["auto", "gloo", "nccl", "shm", "cuda_ipc", "disk"] = "auto",
         sources: Literal["rank0", "round_robin"] = "rank0",
         bucket_bytes: int = 64 << 20,
         mode: Literal["keep", "abort", "drain"] = "keep",
         staged: bool = True,
         check_digests: bool = True,
         timeout_s: float = 300.0,
+        folder: str | os.PathLike[str] | None = None,
     ) -> Self:
         """Bring a trainer and engines together; every rank calls it, in the same order.
 
@@ -119,7 +126,10 @@ class ParamSyncer:
             router: On rank 0: the router, or the backends themselves; elsewhere None.
             model: The router's model that is pushed to.
             gather: `gather_one`, `gather_all`, `bucketed` or `shards` (ZeRO-3 only).
-            transport: `shm` (same host), `gloo`; `auto` takes `shm` for local engines.
+            transport: `shm` (same host: one copy, whatever the number of engines), `gloo`, `nccl`
+                (engines on other GPUs than the trainer's), `cuda_ipc` (on the same GPU as rank 0),
+                `disk` (safetensors in `folder`); `auto` takes the fastest of them that is possible
+                between rank 0 and the engines.
             sources: Who sends whole buckets: rank 0, or one rank after the other.
             bucket_bytes: Largest size of a bucket; a larger tensor is a bucket of its own.
             mode: What becomes of requests that run during the load: `keep` (frozen, then they go
@@ -127,6 +137,8 @@ class ParamSyncer:
             staged: Generation goes on while the engines receive.
             check_digests: Compare a digest of each message before anything is loaded.
             timeout_s: For connecting, and for each push as a whole.
+            folder: For `disk`: each push becomes a folder `v<version>` in it, and the one before is
+                removed once all engines have the new one.
 
         Raises:
             WeightSyncError: A rank didn't come.
@@ -146,9 +158,9 @@ class ParamSyncer:
             staged=staged,
             check_digests=check_digests,
             timeout_s=timeout_s,
+            folder=None if folder is None else os.fspath(folder),
         )
-        if options.gather is Gather.SHARDS and not source.is_partitioned:
-            raise ValueError("gather='shards' needs a model under ZeRO-3; take 'bucketed'")
+        _check_together(options, source)
         targets = _targets(router, model) if rank == 0 else []
         ends = await meet(rank, num_ranks, timeout_s)
         return cls(source, rank, options, ends, targets)
@@ -189,7 +201,10 @@ class ParamSyncer:
             return await self._lead(self._ends, push, self._verify)
 
     async def aclose(self) -> None:
-        """Let go of everything that pushes used; the engines keep their weights."""
+        """Let go of all that pushes used, here and in the engines, which keep their weights."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(CLEANUP_S):
+            async with self._lock:
+                await leave(self._targets)
         self._ends.close()
         await anyio.to_thread.run_sync(self._routes.close)
 
@@ -246,6 +261,7 @@ class ParamSyncer:
             sent, loads = await await_both(self._send_with_all(hub, push, manifest), push.load())
         push.doing = "committing"
         stall_s = await push.commit()
+        await anyio.to_thread.run_sync(self._routes.committed, manifest)
         return PushRecord(
             version=push.version,
             gather=self._options.gather,
@@ -293,6 +309,7 @@ class ParamSyncer:
         push.doing = "sending"
         sent = await self._send_with_all(hub, push, manifest)
         if not manifest.route.is_live:
+            await anyio.to_thread.run_sync(self._routes.written, manifest)
             push.doing = "telling the engines to read"
             await push.begin(manifest)
         push.doing = "checking what came"
@@ -362,9 +379,10 @@ class ParamSyncer:
             if options.gather is Gather.SHARDS
             else whole_messages(buckets, range(num_ranks) if options.round_robin else (0,))
         )
-        route = self._routes.route(options.transport, messages, engines)
+        route = self._routes.route(options.transport, messages, engines, version)
         return Manifest(
             version=version,
+            stamp=1 + secrets.randbits(62),
             buckets=tuple(buckets),
             messages=tuple(messages),
             aliases=self._source.aliases,
@@ -471,6 +489,21 @@ def _targets(
     if not targets:
         raise ValueError("there is no backend to push to")
     return targets
+
+
+def _check_together(options: SyncOptions, source: ModelSource) -> None:
+    """Refuse options that don't go together."""
+    is_shards = options.gather is Gather.SHARDS
+    if is_shards and not source.is_partitioned:
+        raise ValueError("gather='shards' needs a model under ZeRO-3; take 'bucketed'")
+    if (options.transport == "disk") != (options.folder is not None):
+        raise ValueError("transport='disk' needs a folder, and only that")
+    if options.transport == "disk" and is_shards:
+        raise ValueError("gather='shards' sends no whole tensors; transport='disk' writes them")
+    if options.transport == "cuda_ipc" and (is_shards or options.round_robin):
+        raise ValueError("transport='cuda_ipc' shares rank 0's GPU: only rank 0 can send")
+    if options.transport in {"nccl", "cuda_ipc"} and source.device is None:
+        raise ValueError(f"transport={options.transport!r} needs a GPU; take 'auto'")
 
 
 def _choice(name: str, given: str, known: dict[str, _Choice]) -> _Choice:

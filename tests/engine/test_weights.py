@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from agoge_async import ParamSyncer, Router, TokenRequest, WeightSyncError
-from agoge_async.weights import transport
-from agoge_async.weights.transport import serve_store
+from agoge_async.weights import frames
+from agoge_async.weights.groups import serve_store
 from tests.engine.test_parity import greedy
 
 PROMPT = [257, *b"user\nWhat is 2 plus 2?", 258, 10, 257, *b"assistant\n"]
@@ -131,8 +131,8 @@ def damaged(index):
     """Give a `seal` that damages one message after it was sealed."""
     count = itertools.count()
 
-    def damage(frame, version, *, with_digest):
-        transport.seal(frame, version, with_digest=with_digest)
+    def damage(frame, stamp, *, with_digest):
+        frames.seal(frame, stamp, with_digest=with_digest)
         if next(count) == index:
             frame[5] ^= 1
 
