@@ -120,6 +120,8 @@ class WeightTarget(Protocol):
     """
 
     name: str
+    on_stale: Callable[[], None]
+    """Set by a `ParamSyncer`; called when an engine runs without what was pushed."""
 
     @property
     def status(self) -> BackendStatus:

@@ -107,6 +107,9 @@ class LocalBackend(Backend):
         self._engine: EngineProcess | None = None
         self._status = BackendStatus(state="starting")
         self._version = 0
+        self.on_stale: Callable[[], None] = lambda: None
+        """Set by a `ParamSyncer`; called when an engine runs without the weights of the last push.
+        """
 
     @property
     def capabilities(self) -> Capabilities:
@@ -182,6 +185,8 @@ class LocalBackend(Backend):
             # A restarted engine holds the weights of its checkpoint, not those that were pushed.
             self._set_status("stale" if self._version else "serving", total_restarts, None)
             started()
+            if self._version:
+                self.on_stale()
             await engine.wait_gone()
             self._set_status("restarting", total_restarts, None)
             return await engine.bury(), anyio.current_time() - served_from

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 import os
 import secrets
 import time
@@ -26,7 +27,7 @@ import msgspec
 from torch import nn
 
 from agoge_async.backends.base import Backend, WeightShape, WeightTarget
-from agoge_async.errors import UnsupportedError, WeightSyncError
+from agoge_async.errors import BackendError, UnsupportedError, WeightSyncError
 from agoge_async.metrics import PushRecord, VerifyRecord
 from agoge_async.router import Router
 from agoge_async.tasks import await_all, await_both
@@ -50,6 +51,8 @@ from agoge_async.weights.routes import Routes
 from agoge_async.weights.sending import Gather, Part
 from agoge_async.weights.sources import ModelSource
 from agoge_async.weights.transport import Lane
+
+logger = logging.getLogger(__name__)
 
 GATHER_NAMES = {
     "zero3_low_mem": Gather.ONE,
@@ -100,6 +103,11 @@ class ParamSyncer:
         folder = None if options.folder is None else Path(options.folder)
         self._routes = Routes(rank, source.device, options.timeout_s, folder)
         self._lock = asyncio.Lock()
+        self._snapshot: Manifest | None = None
+        """The last push, while all that was written for it is still there."""
+        self._restores: set[asyncio.Task[None]] = set()
+        for target in self._targets:
+            target.on_stale = functools.partial(self._begin_restore, target)
 
     @classmethod
     async def connect(
@@ -202,6 +210,10 @@ class ParamSyncer:
 
     async def aclose(self) -> None:
         """Let go of all that pushes used, here and in the engines, which keep their weights."""
+        for target in self._targets:
+            target.on_stale = lambda: None
+        for task in self._restores:
+            task.cancel()
         with anyio.CancelScope(shield=True), anyio.move_on_after(CLEANUP_S):
             async with self._lock:
                 await leave(self._targets)
@@ -262,6 +274,7 @@ class ParamSyncer:
         push.doing = "committing"
         stall_s = await push.commit()
         await anyio.to_thread.run_sync(self._routes.committed, manifest)
+        self._snapshot = manifest if manifest.route.is_lasting else None
         return PushRecord(
             version=push.version,
             gather=self._options.gather,
@@ -299,6 +312,7 @@ class ParamSyncer:
     async def _prepare(self, push: EnginePush, *, is_staged: bool) -> Manifest:
         push.doing = "waiting for the engines to serve"
         engines = await wait_for_engines(push)
+        self._snapshot = None
         return await anyio.to_thread.run_sync(self._plan, engines, push.version, is_staged)
 
     async def _transfer(self, hub: Hub, push: EnginePush, manifest: Manifest) -> list[Sent]:
@@ -315,6 +329,31 @@ class ParamSyncer:
         push.doing = "checking what came"
         await push.wait_ready()
         return sent
+
+    def _begin_restore(self, target: WeightTarget) -> None:
+        task = asyncio.get_running_loop().create_task(self._restore(target))
+        self._restores.add(task)
+        task.add_done_callback(self._restores.discard)
+
+    async def _restore(self, target: WeightTarget) -> None:
+        """Bring an engine that was restarted to the last push, if what was written is there."""
+        async with self._lock:
+            manifest = self._snapshot
+            if manifest is None or target.status.state != "stale":
+                return
+            options = self._options
+            what = f"restoring version {manifest.version}"
+            push = EnginePush([target], what, manifest.version, options.mode, options.timeout_s)
+            try:
+                async with deadline(options.timeout_s, push):
+                    await push.begin(manifest)
+                    await push.wait_ready()
+                    await push.load()
+                    await push.commit()
+            except (WeightSyncError, BackendError) as error:
+                failure = push.failure(error, {})
+                logger.warning("%s; it waits for the next push", failure)
+                await push.undo(str(failure))
 
     async def _collect(self, hub: Hub, push: EnginePush) -> None:
         """Have every rank join, with the same model."""

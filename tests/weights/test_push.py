@@ -4,10 +4,12 @@ groups and segments, without an engine.
 
 import asyncio
 import contextlib
+import dataclasses
 import tempfile
 import threading
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import torch
@@ -48,7 +50,9 @@ class Target:
         self.status = BackendStatus(state="serving")
         self.shape = WeightShape(incarnation=1, devices=("cpu",), dtype=dtype)
         self.weights: dict[str, torch.Tensor] = {}
+        self.on_stale = lambda: None
         self.calls: list[str] = []
+        self.committed = asyncio.Event()
         self.condemned: str | None = None
         self.load_error: Exception | None = None
         self.load_gate: threading.Event | None = None
@@ -87,6 +91,8 @@ class Target:
     async def commit_push(self, version: int, timeout_s: float) -> None:
         self.calls.append("commit")
         self.version, self.weights = version, self._loaded
+        self.status = BackendStatus(state="serving")
+        self.committed.set()
 
     async def abort_push(self, timeout_s: float) -> str | None:
         self.calls.append("abort")
@@ -94,6 +100,14 @@ class Target:
 
     def condemn(self, cause: str) -> None:
         self.condemned = cause
+
+    def restart(self) -> None:
+        """Lose everything, as an engine that died does."""
+        self._receiver.abort()
+        self._receiver = PushReceiver(0, CPU)
+        self.shape = dataclasses.replace(self.shape, incarnation=object())
+        self.weights = {}
+        self.status = BackendStatus(state="stale")
 
     def close(self) -> None:
         self._receiver.abort()
@@ -292,13 +306,53 @@ async def test_a_target_that_was_restarted_is_met_anew():
     model = Tied()
     async with connected(model, 2, transport="gloo") as (syncer, targets):
         await syncer.push(version=1)
-        targets[0].close()
-        targets[0]._receiver = PushReceiver(0, CPU)
-        targets[0].shape = WeightShape(incarnation=2, devices=("cpu",), dtype="float32")
+        targets[0].restart()
         change(model)
         await syncer.push(version=2)
         for target in targets:
             assert_equal(model, target.weights)
+
+
+@pytest.mark.parametrize("kind", ["shm", "disk"])
+async def test_a_target_that_was_restarted_gets_the_last_push_at_once(kind):
+    """From what is still there of it; the trainer has changed since, and isn't asked."""
+    model = Tied()
+    async with connected(model, 2, transport=kind) as (syncer, targets):
+        await syncer.push(version=7)
+        pushed = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        change(model)
+        targets[0].restart()
+        targets[0].committed.clear()
+        targets[0].on_stale()
+        with anyio.fail_after(10):
+            await targets[0].committed.wait()
+        assert 7 == targets[0].version
+        for name, tensor in pushed.items():
+            assert torch.equal(tensor, targets[0].weights[name])
+        await syncer.push(version=8)
+        assert_equal(model, targets[0].weights)
+
+
+@pytest.mark.parametrize("spoil", ["a push that failed", "gloo"])
+async def test_a_target_is_not_restored_from_what_is_not_whole(spoil):
+    """It waits for the next push."""
+    model = Tied()
+    kind = "gloo" if spoil == "gloo" else "shm"
+    async with connected(model, 2, transport=kind) as (syncer, targets):
+        await syncer.push(version=1)
+        if spoil != "gloo":
+            targets[1].load_error = ValueError("no such layer")
+            with pytest.raises(WeightSyncError):
+                await syncer.push(version=2)
+        targets[1].load_error = None
+        targets[0].restart()
+        calls = list(targets[0].calls)
+        targets[0].on_stale()
+        while syncer._restores:
+            await anyio.lowlevel.checkpoint()
+        assert calls == targets[0].calls
+        await syncer.push(version=3)
+        assert_equal(model, targets[0].weights)
 
 
 async def test_a_new_trainer_replaces_an_old_one():
