@@ -5,6 +5,8 @@ groups and segments, without an engine.
 import asyncio
 import contextlib
 import dataclasses
+import resource
+import signal
 import tempfile
 import threading
 
@@ -13,6 +15,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from agoge_async.backends.base import BackendStatus, WeightShape
@@ -243,7 +246,6 @@ async def test_a_target_that_hangs_fails_the_push_by_its_deadline():
         target.load_gate.set()
 
 
-@pytest.mark.may_leave("descriptors")  # a thread may look for the store for CONNECT_S
 async def test_a_cancelled_push_is_given_up():
     """The next one is whole."""
     model = Tied()
@@ -266,6 +268,9 @@ async def test_a_cancelled_push_is_given_up():
         await syncer.push(version=1)
         for target in targets:
             assert_equal(model, target.weights)
+    for thread in threading.enumerate():  # one may look for the store for CONNECT_S
+        if thread.name == "agoge-receive":
+            await anyio.to_thread.run_sync(thread.join, 10.0)
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -289,6 +294,61 @@ async def test_verify_names_what_differs(kind):
         assert ["begin", "ready", "compare"] == targets[0].calls[-3:]
         await syncer.push(version=4)
         assert (await syncer.verify()).is_equal
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("shm", r"no \d+ MB of shared memory.*transport='gloo'"),
+        ("disk", r"can't write .*safetensors"),
+    ],
+)
+async def test_memory_or_disk_that_fills_fails_the_push_by_name(kind, message):
+    """The system refuses to make anything larger; afterwards, the next push succeeds."""
+    model = Tied()
+    model.wide = nn.Linear(1000, 1000)
+    async with connected(model, transport=kind) as (syncer, [target]):
+        with largest_file(1 << 20), pytest.raises(WeightSyncError, match=message) as caught:
+            await syncer.push(version=1)
+        assert "rank 0" == caught.value.culprit
+        assert not target.weights
+        await syncer.push(version=2)
+        assert_equal(model, target.weights)
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes):
+    """Have the kernel refuse to let files, a segment's included, grow beyond a size."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+async def test_a_disk_holds_the_last_push_alone(tmp_path):
+    """As a checkpoint that others can read; what failed pushes left is removed."""
+    model = Tied()
+    target = Target("engine/0")
+    options = {"transport": "disk", "folder": tmp_path, "bucket_bytes": BUCKET_BYTES}
+    async with await ParamSyncer.connect(model, [target], **options) as syncer:
+        await syncer.push(version=1)
+        target.load_error = ValueError("no such layer")
+        with pytest.raises(WeightSyncError):
+            await syncer.push(version=2)
+        target.load_error = None
+        await syncer.push(version=3)
+        assert ["v3"] == [path.name for path in tmp_path.iterdir()]
+        read = {}
+        for file in (tmp_path / "v3").glob("*.safetensors"):
+            read |= load_file(file)
+        for name, tensor in read.items():
+            assert torch.equal(tensor, model.get_parameter(name) if name != "kept" else model.kept)
+        assert len(read) == 13
+    target.close()
 
 
 async def test_versions_grow():
