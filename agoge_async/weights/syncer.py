@@ -114,7 +114,8 @@ class ParamSyncer:
         """Bring a trainer and engines together; every rank calls it, in the same order.
 
         Args:
-            trainer_model: A module or DeepSpeed engine.
+            trainer_model: A module or DeepSpeed engine. Active LoRA adapters of PEFT are merged
+                into what is sent.
             router: On rank 0: the router, or the backends themselves; elsewhere None.
             model: The router's model that is pushed to.
             gather: `gather_one`, `gather_all`, `bucketed` or `shards` (ZeRO-3 only).
@@ -148,6 +149,8 @@ class ParamSyncer:
         )
         if options.gather is Gather.SHARDS and not source.is_partitioned:
             raise ValueError("gather='shards' needs a model under ZeRO-3; take 'bucketed'")
+        if options.gather is Gather.SHARDS and source.is_merged:
+            raise ValueError("gather='shards' can't merge an adapter; take 'bucketed'")
         targets = _targets(router, model) if rank == 0 else []
         ends = await meet(rank, num_ranks, timeout_s)
         return cls(source, rank, options, ends, targets)
