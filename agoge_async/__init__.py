@@ -110,6 +110,7 @@ __all__ = [
     "UnknownModelError",
     "UnsupportedError",
     "UserMessage",
+    "VerifyRecord",
     "VersionSpan",
     "WeightSyncError",
     "WrongLoopError",

@@ -74,6 +74,25 @@ class PushRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyRecord:
+    """What `ParamSyncer.verify` found."""
+
+    version: int
+    """Of the engines' weights."""
+    num_tensors: int
+    differing: dict[str, tuple[str, ...]]
+    """Tensors that differ from the trainer's, by engine; an engine that has none isn't in it."""
+    unchecked: tuple[str, ...]
+    """Tensors that an engine holds in a form that they can't be read from."""
+    total_s: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every tensor of every engine was found to be equal to the trainer's."""
+        return not self.differing and not self.unchecked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BackendStatistics:
     """One backend in a `RouterStatistics`."""
 

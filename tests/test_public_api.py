@@ -59,6 +59,7 @@ EXPECTED: list[str] = [
     "UnknownModelError",
     "UnsupportedError",
     "UserMessage",
+    "VerifyRecord",
     "VersionSpan",
     "WeightSyncError",
     "WrongLoopError",

@@ -101,10 +101,15 @@ class WeightShape:
 
     incarnation: object
     """Another one after each restart."""
-    num_workers: int
-    """Processes that hold a part of the weights."""
+    devices: tuple[str, ...]
+    """Where each process that holds a part of the weights has it: "cpu", or a GPU's UUID."""
     dtype: str
     """torch's name, such as bfloat16."""
+
+    @property
+    def num_workers(self) -> int:
+        """Number of those processes."""
+        return len(self.devices)
 
 
 @runtime_checkable
@@ -146,6 +151,13 @@ class WeightTarget(Protocol):
         """Hold generation and load what was received; gives seconds (pause_s, receive_s, load_s).
 
         When it fails or is cancelled, the engine is torn and must be condemned.
+        """
+        ...
+
+    async def compare_push(self, timeout_s: float) -> tuple[list[str], list[str]]:
+        """Compare what was received with the weights that the engine has; ends the push.
+
+        Gives the names that differ, and those that can't be compared.
         """
         ...
 

@@ -202,9 +202,7 @@ class LocalBackend(Backend):
         """
         info = self.engine.info
         assert info is not None
-        return WeightShape(
-            incarnation=self.engine.pid, num_workers=info.num_workers, dtype=info.dtype
-        )
+        return WeightShape(incarnation=self.engine.pid, devices=info.devices, dtype=info.dtype)
 
     async def begin_push(self, manifest: str, timeout_s: float) -> None:
         """Have the engine receive a push; touches nothing.
@@ -232,6 +230,15 @@ class LocalBackend(Backend):
         body = msgspec.json.encode(LoadOrder(version, mode)).decode()
         answer = await self.engine.command(CommandKind.LOAD, body, timeout_s)
         return msgspec.json.decode(answer, type=dict[str, float])
+
+    async def compare_push(self, timeout_s: float) -> tuple[list[str], list[str]]:
+        """Compare what was received with the weights that the engine has; ends the push.
+
+        Gives the names that differ, and those that can't be compared.
+        """
+        answer = await self.engine.command(CommandKind.COMPARE, "", timeout_s)
+        found = msgspec.json.decode(answer, type=dict[str, list[str]])
+        return found["differing"], found["unchecked"]
 
     async def commit_push(self, version: int, timeout_s: float) -> None:
         """Serve with what was loaded."""

@@ -160,7 +160,7 @@ class Host:
         gc.collect()
         gc.freeze()
         gc.enable()
-        self._control.send(Ready(self._serving.info()))
+        self._control.send(Ready(await self._serving.info()))
         obeying = asyncio.get_running_loop().create_task(self._obey_all())
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):

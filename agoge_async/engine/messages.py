@@ -95,6 +95,9 @@ class CommandKind(StrEnum):
     """Answer when the push is received and whole. Touches nothing."""
     LOAD = "load"
     """Hold generation as the body says, wait for the push, put it into the model."""
+    COMPARE = "compare"
+    """In place of LOAD: compare what was received with the model; answers with the names that
+    differ, and those that can't be compared."""
     COMMIT = "commit"
     """Generate with it, under its version."""
     ABORT = "abort"
@@ -122,8 +125,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     vllm_version: str
     is_multimodal: bool
     has_tool_parser: bool
-    num_workers: int
-    """Processes that hold a part of the weights."""
+    devices: tuple[str, ...]
+    """Where each process that holds a part of the weights has it: "cpu", or a GPU's UUID."""
     dtype: str
     """Of the weights, by torch's name."""
 

@@ -6,23 +6,22 @@ when it fails the model is torn and the engine must end.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from agoge_async.errors import WeightSyncError
-from agoge_async.weights.manifest import GlooRoute, Manifest
+from agoge_async.weights.files import DiskInlet
+from agoge_async.weights.frames import FramePool, check
+from agoge_async.weights.groups import GroupInlet
+from agoge_async.weights.manifest import DiskRoute, GroupRoute, Manifest
 from agoge_async.weights.plan import Bucket, Message
-from agoge_async.weights.transport import (
-    GlooInlet,
-    Inlet,
-    SharedMemoryInlet,
-    check,
-)
+from agoge_async.weights.segments import SegmentInlet
+from agoge_async.weights.transport import Inlet
 
 MAX_WAITING = 2
 """Buckets that wait to be loaded, when the push isn't staged."""
@@ -36,18 +35,22 @@ class PushReceiver:
 
     Args:
         worker: Number of this worker within its engine.
+        device: Where its model is.
     """
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, device: torch.device) -> None:
         self._worker = worker
+        self._device = device
         self._lock = threading.Lock()
-        self._gloo: GlooInlet | None = None
+        self._inlet: Inlet | None = None
+        self._pool = FramePool()
         self._push: _Push | None = None
 
     def begin(self, manifest: Manifest) -> None:
         """Start to receive; returns at once."""
-        self.abort()
-        self._push = _Push(manifest, self._open_inlet)
+        if self._push is not None:
+            self.abort()
+        self._push = _Push(manifest, self._device, self._pool, self._open_inlet)
         self._push.start()
 
     def load(self, put: Callable[[Tensors], None]) -> dict[str, float]:
@@ -68,7 +71,6 @@ class PushReceiver:
         put(push.tensors())
         seconds = time.monotonic() - started
         push.wait_received()
-        push.end()
         self._push = None
         return {"load_s": seconds, "receive_s": push.receive_s}
 
@@ -84,50 +86,63 @@ class PushReceiver:
         return self._push.is_received
 
     def abort(self) -> str | None:
-        """Give up a push that was begun; gives what went wrong with it here, if anything did."""
+        """Give up a push that was begun, and leave the trainer.
+
+        Gives what went wrong with the push here, if anything did.
+        """
         push, self._push = self._push, None
-        if push is None:
-            return None
-        fault = push.fault
-        push.give_up()
-        self._leave_gloo()
+        fault = None
+        if push is not None:
+            fault = push.fault
+            push.give_up()
+        self._leave()
+        self._pool.clear()
         return fault
 
-    def close(self) -> None:
-        """Leave everything."""
-        self.abort()
-        self._leave_gloo()
-
-    def _leave_gloo(self) -> None:
-        """Leave the groups: left in the middle of a push they are of no use any more."""
+    def _leave(self) -> None:
         with self._lock:
-            inlet, self._gloo = self._gloo, None
+            inlet, self._inlet = self._inlet, None
         if inlet is not None:
             inlet.close()
 
     def _open_inlet(self, push: _Push) -> Inlet:
-        """Meet the trainer, or find what it wrote; blocks, in the push's thread."""
+        """Meet the trainer, or find what it writes; blocks, in the push's thread."""
         manifest = push.manifest
-        route = manifest.route
-        if not isinstance(route, GlooRoute):
-            return SharedMemoryInlet(route, manifest)
-        if self._gloo is not None and self._gloo.route == route:
-            return self._gloo
-        self._leave_gloo()
-        inlet = GlooInlet(route, route.first_worker + self._worker, manifest.timeout_s)
+        if self._inlet is not None and self._inlet.route == manifest.route:
+            return self._inlet
+        self._leave()
+        inlet = self._make_inlet(manifest)
         with self._lock:
             if not push.is_given_up:
-                self._gloo = inlet
+                self._inlet = inlet
         return inlet
+
+    def _make_inlet(self, manifest: Manifest) -> Inlet:
+        route = manifest.route
+        worker = manifest.first_worker + self._worker
+        if isinstance(route, GroupRoute):
+            device = torch.device("cpu") if route.backend == "gloo" else self._device
+            return GroupInlet(route, worker, device, self._pool, manifest.timeout_s)
+        if isinstance(route, DiskRoute):
+            return DiskInlet(route, self._pool)
+        return SegmentInlet(route, worker)
 
 
 class _Push:
     """One push, and the thread that receives it."""
 
-    def __init__(self, manifest: Manifest, open_inlet: Callable[[_Push], Inlet]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        device: torch.device,
+        pool: FramePool,
+        open_inlet: Callable[[_Push], Inlet],
+    ) -> None:
         self.manifest = manifest
         self.fault: str | None = None
         self.receive_s = 0.0
+        self._device = device
+        self._pool = pool
         self._open_inlet = open_inlet
         self._inlet: Inlet | None = None
         self._given_up = threading.Event()
@@ -143,16 +158,16 @@ class _Push:
     def _run(self) -> None:
         started = time.monotonic()
         try:
-            self._inlet = self._open_inlet(self)
-            self._receive(self._inlet)
+            with _on_own_stream(self._device):
+                self._inlet = self._open_inlet(self)
+                self._inlet.begin(self.manifest)
+                self._receive(self._inlet)
         except BaseException as error:  # noqa: BLE001  # `load` or `abort` tells of it
             named = isinstance(error, WeightSyncError)
             text = str(error) if named else f"{type(error).__name__}: {error}"
             self.fault = text.partition("\n")[0]
-        if self.fault is not None:
-            self.end()
-            if isinstance(self._inlet, GlooInlet):
-                self._inlet.close()  # so that no sender waits for this worker
+        if self.fault is not None and self._inlet is not None:
+            self._inlet.close()  # so that no sender waits for this worker
         self.receive_s = time.monotonic() - started
         self._put(None)
 
@@ -166,19 +181,24 @@ class _Push:
             if self.is_given_up:
                 raise WeightSyncError("the push was given up")
             frame = inlet.receive(message)
-            check(frame, message, manifest.version, with_digest=manifest.checks_digests)
+            check(frame, message, manifest)
             bucket = manifest.buckets[message.bucket]
             if message.parts is None:
                 whole = frame
             else:
                 if bucket.index not in begun:
-                    begun[bucket.index] = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+                    begun[bucket.index] = self._empty(bucket.num_bytes, frame.device)
                 whole = begun[bucket.index]
                 _place_parts(message, bucket, frame, whole)
             missing[message.bucket] -= 1
             if missing[message.bucket] == 0:
                 begun.pop(bucket.index, None)
                 self._put((bucket, whole))
+
+    def _empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            return self._pool.take(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def _put(self, item: _Loaded | None) -> None:
         """Hand a bucket over; ends when nobody wants it any more."""
@@ -246,15 +266,18 @@ class _Push:
     def give_up(self) -> None:
         """Have the thread end: at once, or when what it waits for ends."""
         self._given_up.set()
-        if isinstance(self._inlet, GlooInlet):
+        if self._inlet is not None:
             self._inlet.close()
-        if not self._thread.is_alive():
-            self.end()
 
-    def end(self) -> None:
-        """Let go of what was only for this push."""
-        if isinstance(self._inlet, SharedMemoryInlet):
-            self._inlet.close()
+
+@contextlib.contextmanager
+def _on_own_stream(device: torch.device) -> Iterator[None]:
+    """Have a thread receive beside the kernels of the model, where there is a GPU."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+        yield
 
 
 def _place_parts(
@@ -265,18 +288,3 @@ def _place_parts(
         item = slice_.tensor.item_bytes
         begin, size = slice_.offset + part.first * item, part.num_items * item
         whole[begin : begin + size] = frame[part.offset : part.offset + size]
-
-
-def load_tensors(model: Any, model_config: Any, tensors: Tensors) -> None:
-    """Put checkpoint tensors into a running vLLM model, in place, as vLLM loads a checkpoint."""
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
-
-    with torch.inference_mode():
-        initialize_layerwise_reload(model)
-        model.load_weights(tensors)
-        for name, _ in tensors:  # a loader that stops early would leave the rest unread
-            raise WeightSyncError(f"the model did not take {name} and what follows it")
-        finalize_layerwise_reload(model, model_config)

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import msgspec
@@ -125,6 +125,10 @@ def _spans(completion: CompletionOutput) -> list[dict[str, int]]:
     ]
 
 
+def _union(names: Iterable[list[str]]) -> list[str]:
+    return sorted(set().union(*names))
+
+
 def _as_version(label: str) -> int:
     """Read vLLM's label of the weights; "default" is what the engine was started with."""
     return int(label) if label.isdecimal() else 0
@@ -170,15 +174,16 @@ class Serving:
         self._version = 0
         self._default_sampling = engine.model_config.get_diff_sampling_param()
 
-    def info(self) -> EngineInfo:
+    async def info(self) -> EngineInfo:
         """Say what this engine is."""
+        devices = await self._engine.collective_rpc("agoge_device")
         config = self._engine.model_config
         return EngineInfo(
             max_model_len=config.max_model_len,
             vllm_version=vllm.__version__,
             is_multimodal=config.is_multimodal_model,
             has_tool_parser=self._spec.tool_call_parser is not None,
-            num_workers=self._engine.vllm_config.parallel_config.world_size,
+            devices=tuple(devices),
             dtype=str(config.dtype).removeprefix("torch."),
         )
 
@@ -209,18 +214,29 @@ class Serving:
     async def obey(self, command: Command) -> str:
         """Do a step of a push; gives what it has to tell, as JSON."""
         if command.kind is CommandKind.BEGIN:
-            await self._engine.collective_rpc("agoge_begin_push", args=(command.body,))
-            return "null"
+            return await self._begin_push(command.body)
         if command.kind is CommandKind.READY:
             return await self._wait_for_push()
         if command.kind is CommandKind.LOAD:
             return await self._load_push(msgspec.json.decode(command.body, type=LoadOrder))
+        if command.kind is CommandKind.COMPARE:
+            found = await self._engine.collective_rpc("agoge_compare_push")
+            return json.dumps({key: _union(worker[key] for worker in found) for key in found[0]})
         if command.kind is CommandKind.COMMIT:
             await self._engine.update_weight_version(str(self._version))
             await self._engine.resume_generation()
             return "null"
         faults = await self._engine.collective_rpc("agoge_abort_push")
         return json.dumps(next((fault for fault in faults if fault is not None), None))
+
+    async def _begin_push(self, manifest: str) -> str:
+        answers = await self._engine.collective_rpc("agoge_begin_push", args=(manifest,))
+        nowhere = set.intersection(*map(set, answers))  # each worker may hold a part only
+        if nowhere:
+            raise ValueError(
+                f"its model has no place for {', '.join(sorted(nowhere))} of the trainer's model"
+            )
+        return "null"
 
     async def _wait_for_push(self) -> str:
         while True:  # a worker has no way to call

@@ -7,7 +7,6 @@ child that `host` runs in; a thread in each worker ends the whole group when tha
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,8 @@ from agoge_async.engine.group import (
 from agoge_async.weights.manifest import decode_manifest
 
 if TYPE_CHECKING:
+    from agoge_async.engine.layout import Comparison
+    from agoge_async.engine.loading import ModelWeights
     from agoge_async.engine.receiver import PushReceiver
 
 
@@ -39,29 +40,51 @@ class WorkerExtension:
     """
 
     _agoge_receiver: PushReceiver | None = None
+    _agoge_weights: ModelWeights | None = None
 
-    def agoge_begin_push(self, manifest: str) -> None:
-        """Start to receive a push."""
-        if self._agoge_receiver is None:
-            from agoge_async.engine.receiver import PushReceiver
+    def agoge_begin_push(self, text: str) -> list[str]:
+        """Start to receive a push; gives the parameters that this worker has no place for."""
+        from agoge_async.engine.loading import ModelWeights
+        from agoge_async.engine.receiver import PushReceiver
 
-            worker: Any = self
-            self._agoge_receiver = PushReceiver(worker.rank)
-        self._agoge_receiver.begin(decode_manifest(manifest))
+        worker: Any = self
+        manifest = decode_manifest(text)
+        self._agoge_weights = self._agoge_weights or ModelWeights(worker)
+        unplaced = self._agoge_weights.expect(manifest)
+        self._agoge_receiver = self._agoge_receiver or PushReceiver(worker.rank, worker.device)
+        self._agoge_receiver.begin(manifest)
+        return unplaced
+
+    def agoge_device(self) -> str:
+        """Say where this worker holds its weights: "cpu", or its GPU's UUID."""
+        import torch
+
+        worker: Any = self
+        device: torch.device = worker.device
+        if device.type != "cuda":
+            return str(device.type)
+        return str(torch.cuda.get_device_properties(device).uuid)
 
     def agoge_push_is_ready(self) -> bool:
         """Whether the push is here, whole."""
-        return self._agoge_receiver is not None and self._agoge_receiver.is_ready
+        return self._agoge_begun()[0].is_ready
 
     def agoge_load_push(self) -> dict[str, float]:
         """Put the push into the model; gives the seconds it took."""
-        if self._agoge_receiver is None:
-            raise RuntimeError("no push has begun")
-        from agoge_async.engine.receiver import load_tensors
+        receiver, weights = self._agoge_begun()
+        return receiver.load(weights.load)
 
-        worker: Any = self
-        put = functools.partial(load_tensors, worker.get_model(), worker.model_config)
-        return self._agoge_receiver.load(put)
+    def agoge_compare_push(self) -> dict[str, list[str]]:
+        """Compare the push with the model; ends the push."""
+        receiver, weights = self._agoge_begun()
+        found: list[Comparison] = []
+        receiver.load(lambda tensors: found.append(weights.compare(tensors)))
+        return found[0]._asdict()
+
+    def _agoge_begun(self) -> tuple[PushReceiver, ModelWeights]:
+        if self._agoge_receiver is None or self._agoge_weights is None:
+            raise RuntimeError("no push has begun")
+        return self._agoge_receiver, self._agoge_weights
 
     def agoge_abort_push(self) -> str | None:
         """Give up a push that was begun; gives what went wrong with it here."""

@@ -13,9 +13,14 @@ import anyio
 import msgspec
 
 from agoge_async.backends.base import WeightShape, WeightTarget
-from agoge_async.errors import EngineDiedError, NoReplicaError, WeightSyncError
+from agoge_async.errors import (
+    BackendError,
+    EngineDiedError,
+    NoReplicaError,
+    WeightSyncError,
+)
 from agoge_async.tasks import await_all
-from agoge_async.weights.manifest import GlooRoute, Manifest, encode_manifest
+from agoge_async.weights.manifest import Manifest, encode_manifest
 
 CLEANUP_S = 10.0
 """How long engines and threads may take to give up a push that failed."""
@@ -31,14 +36,22 @@ class EnginePush:
 
     Args:
         targets: The engines.
+        what: The push, in words.
         version: Of the push.
         mode: What becomes of requests that run: wait, abort or keep.
         timeout_s: For each call.
     """
 
     def __init__(
-        self, targets: Sequence[WeightTarget], version: int, mode: str, timeout_s: float
+        self,
+        targets: Sequence[WeightTarget],
+        what: str,
+        version: int,
+        mode: str,
+        timeout_s: float,
     ) -> None:
+        self.targets = targets
+        self.what = what
         self.version = version
         self.doing = "starting"
         self.control_calls = 0
@@ -46,7 +59,6 @@ class EnginePush:
         """Ranks and engines that have something to do; what is late, when time is up."""
         self._mode = mode
         self._timeout_s = timeout_s
-        self.targets = targets
         self._begun: list[WeightTarget] = []
         self._torn: list[WeightTarget] = []
         self._held_from = 0.0
@@ -60,11 +72,7 @@ class EnginePush:
             next_worker += target.weight_shape().num_workers
 
         def begin(target: WeightTarget) -> Awaitable[None]:
-            route = manifest.route
-            if isinstance(route, GlooRoute):
-                first_worker = first_workers[target.name]
-                route = msgspec.structs.replace(route, first_worker=first_worker)
-            own = msgspec.structs.replace(manifest, route=route)
+            own = msgspec.structs.replace(manifest, first_worker=first_workers[target.name])
             self._begun.append(target)
             return target.begin_push(encode_manifest(own), self._timeout_s)
 
@@ -81,6 +89,17 @@ class EnginePush:
         return await self._on_each(
             lambda target: target.load_push(self.version, self._mode, self._timeout_s)
         )
+
+    async def compare(self) -> dict[str, tuple[list[str], list[str]]]:
+        """Have all engines compare; gives, by engine, what differs and what can't be compared."""
+        found: dict[str, tuple[list[str], list[str]]] = {}
+
+        async def compare(target: WeightTarget) -> None:
+            found[target.name] = await target.compare_push(self._timeout_s)
+
+        await self._on_each(compare)
+        self._begun = []
+        return found
 
     async def commit(self) -> float:
         """Have all engines generate again; gives the seconds that they stood still."""
@@ -115,7 +134,7 @@ class EnginePush:
             culprit, text = next(iter(faults.items()))
         culprit = culprit or "rank 0"
         return WeightSyncError(
-            f"push of version {self.version} failed while {self.doing}: {text}",
+            f"{self.what} failed while {self.doing}: {text}",
             culprit=culprit,
             version=self.version,
         )
@@ -159,6 +178,16 @@ async def wait_for_engines(push: EnginePush) -> list[WeightShape]:
             await anyio.sleep(ENGINE_POLL_S)
         push.awaited.discard(target.name)
     return engines
+
+
+async def leave(targets: Sequence[WeightTarget]) -> None:
+    """Have engines let go of what pushes used; those that don't run have nothing."""
+
+    async def one(target: WeightTarget) -> None:
+        with contextlib.suppress(BackendError, WeightSyncError):
+            await target.abort_push(CLEANUP_S)
+
+    await await_all(*(functools.partial(one, target) for target in targets))
 
 
 @contextlib.asynccontextmanager

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
-from agoge_async.weights.plan import Bucket, Message
+from agoge_async.weights.plan import Bucket, Message, TensorMeta
 
 DIGEST_BYTES = 16
-"""Room behind each message for its digest."""
+"""Room behind each message for its trailer."""
 
 
-class GlooRoute(msgspec.Struct, frozen=True, tag="gloo"):
+class GroupRoute(msgspec.Struct, frozen=True, tag="group"):
     """Messages come by broadcast, in a process group for each source.
 
     The source is rank 0 of its group; the workers of all engines are the ranks from 1 on.
     """
 
+    backend: str
+    """gloo or nccl."""
     host: str
     port: int
     """Of the store that the groups meet at."""
@@ -23,8 +27,14 @@ class GlooRoute(msgspec.Struct, frozen=True, tag="gloo"):
     """Names the groups; another one means that they are to be made anew."""
     sources: tuple[int, ...]
     num_workers: int
-    first_worker: int
-    """Rank of this engine's first worker."""
+
+    is_live: ClassVar[bool] = True
+    """Whether engines receive while the ranks send; else they read what was written."""
+
+    @property
+    def name(self) -> str:
+        """The transport, as users name it."""
+        return self.backend
 
 
 class SharedMemoryRoute(msgspec.Struct, frozen=True, tag="shm"):
@@ -33,14 +43,51 @@ class SharedMemoryRoute(msgspec.Struct, frozen=True, tag="shm"):
     segment: str
     num_bytes: int
 
+    is_live: ClassVar[bool] = True
+    name: ClassVar[str] = "shm"
 
-Route = GlooRoute | SharedMemoryRoute
+
+class IpcHandle(msgspec.Struct, frozen=True, array_like=True):
+    """One process's access to another's GPU memory, as torch shares storages."""
+
+    memory: bytes
+    storage_bytes: int
+    storage_offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    waits_for_event: bool
+
+
+class CudaIpcRoute(msgspec.Struct, frozen=True, tag="cuda_ipc"):
+    """Messages are written into memory of the GPU that trainer and workers share."""
+
+    handles: tuple[IpcHandle, ...]
+    """One for each worker of all engines."""
+    num_bytes: int
+
+    is_live: ClassVar[bool] = False
+    name: ClassVar[str] = "cuda_ipc"
+
+
+class DiskRoute(msgspec.Struct, frozen=True, tag="disk"):
+    """Messages are files of a folder."""
+
+    folder: str
+
+    is_live: ClassVar[bool] = False
+    name: ClassVar[str] = "disk"
+
+
+Route = GroupRoute | SharedMemoryRoute | CudaIpcRoute | DiskRoute
 
 
 class Manifest(msgspec.Struct, frozen=True):
     """All that a worker needs to know to receive and load a push."""
 
     version: int
+    stamp: int
+    """Tells the messages of this push from those of any other; positive."""
     buckets: tuple[Bucket, ...]
     messages: tuple[Message, ...]
     """In the order in which they are sent."""
@@ -51,6 +98,13 @@ class Manifest(msgspec.Struct, frozen=True):
     is_staged: bool
     """Received whole before the first tensor is loaded."""
     checks_digests: bool
+    first_worker: int = 1
+    """Number of this engine's first worker among those of all engines, from 1 on."""
+
+    @property
+    def tensors(self) -> list[TensorMeta]:
+        """What is sent, in order."""
+        return [slice_.tensor for bucket in self.buckets for slice_ in bucket.slices]
 
 
 def encode_manifest(manifest: Manifest) -> str:

@@ -40,6 +40,8 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     """torch's name, such as bfloat16."""
     shape: tuple[int, ...]
+    is_buffer: bool = False
+    """Not a parameter: an engine may have no place for it."""
 
     @property
     def num_items(self) -> int:

@@ -35,11 +35,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined", array_like=True):
-    """A rank to rank 0: it takes part in the push of this version, with such a model."""
+    """A rank to rank 0: it takes part, with such a model."""
 
-    push: int
-    """How many verdicts the rank has had: a rank that comes too late joins a push that is over."""
-    version: int
+    number: int
+    """How many verdicts the rank has had: one that comes too late joins what is over."""
+    what: str
+    """A push of such a version, or verify()."""
     fingerprint: str
 
 
@@ -176,7 +177,7 @@ class Hub:
             if isinstance(message, WeightSyncError):
                 self._inbox[rank].put_nowait(message)  # it stays gone
                 raise message
-            if isinstance(message, Joined) and message.push == self._num_verdicts:
+            if isinstance(message, Joined) and message.number == self._num_verdicts:
                 return message
 
     async def receive(self, rank: int) -> FromRank:

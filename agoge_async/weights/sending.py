@@ -14,11 +14,12 @@ from enum import StrEnum
 
 import torch
 
+from agoge_async.weights.frames import seal
 from agoge_async.weights.manifest import Manifest
 from agoge_async.weights.plan import Message
 from agoge_async.weights.ranks import Sent
 from agoge_async.weights.sources import ModelSource
-from agoge_async.weights.transport import Lane, seal
+from agoge_async.weights.transport import Lane
 
 
 class Gather(StrEnum):
@@ -65,7 +66,8 @@ class Part:
             open_lane: Gives this rank's way to the workers; None when it sends nothing.
             on_failure: Told at once when this rank can't go on sending.
         """
-        with self._one_push:  # one that failed may still be gathering
+        # One that failed may still be gathering.
+        with self._one_push, self._source.on_device():
             started = time.monotonic()
             sender = _Sender(manifest, self._source, self._rank, open_lane, on_failure)
             names = [slice_.tensor.name for bucket in manifest.buckets for slice_ in bucket.slices]
@@ -142,7 +144,7 @@ class _Sender:
         if self._frame is not None and self._lane is not None:
             with self._guarded():
                 checks = self._manifest.checks_digests
-                seal(self._frame, self._manifest.version, with_digest=checks)
+                seal(self._frame, self._manifest.stamp, with_digest=checks)
                 self._lane.send(message, self._frame)
 
     def send_shard(self, message: Message) -> None:

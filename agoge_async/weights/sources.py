@@ -56,6 +56,14 @@ class ModelSource:
         """Whether ZeRO-3 has cut the parameters up."""
         self.is_merged = any(self._deltas.values())
         """Whether an adapter is added to any of them."""
+        self.device: torch.device | None = None
+        """The GPU that this rank trains on."""
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def on_device(self) -> contextlib.AbstractContextManager[object]:
+        """Have this thread use the rank's GPU: CUDA chooses one anew in each thread."""
+        return contextlib.nullcontext() if self.device is None else torch.cuda.device(self.device)
 
     def metadata(self, dtype: str | None = None) -> list[TensorMeta]:
         """Describe what is sent, in order; nothing is gathered.
@@ -68,6 +76,7 @@ class ModelSource:
                 name,
                 dtype if dtype is not None and tensor.is_floating_point() else _name(tensor.dtype),
                 tuple(getattr(tensor, "ds_shape", tensor.shape)),
+                is_buffer=not isinstance(tensor, nn.Parameter),
             )
             for name, tensor in self._tensors.items()
         ]

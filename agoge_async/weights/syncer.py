@@ -13,8 +13,11 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Literal, Self, TypeVar
 
 import anyio
@@ -24,11 +27,12 @@ from torch import nn
 
 from agoge_async.backends.base import Backend, WeightShape, WeightTarget
 from agoge_async.errors import UnsupportedError, WeightSyncError
-from agoge_async.metrics import PushRecord
+from agoge_async.metrics import PushRecord, VerifyRecord
 from agoge_async.router import Router
 from agoge_async.tasks import await_all, await_both
-from agoge_async.weights.engines import CLEANUP_S, EnginePush, deadline, wait_for_engines
-from agoge_async.weights.manifest import GlooRoute, Manifest
+from agoge_async.weights.engines import CLEANUP_S, EnginePush, deadline, leave, wait_for_engines
+from agoge_async.weights.frames import frame_bytes
+from agoge_async.weights.manifest import Manifest
 from agoge_async.weights.plan import plan_buckets, shard_messages, whole_messages
 from agoge_async.weights.ranks import (
     Failed,
@@ -45,7 +49,7 @@ from agoge_async.weights.ranks import (
 from agoge_async.weights.routes import Routes
 from agoge_async.weights.sending import Gather, Part
 from agoge_async.weights.sources import ModelSource
-from agoge_async.weights.transport import Lane, frame_bytes
+from agoge_async.weights.transport import Lane
 
 GATHER_NAMES = {
     "zero3_low_mem": Gather.ONE,
@@ -54,10 +58,11 @@ GATHER_NAMES = {
 } | {str(gather): gather for gather in Gather}
 """Names of strategies, those of other trainers' `param_sync_mode` included."""
 PAUSE_MODES = {"keep": "keep", "abort": "abort", "drain": "wait"}
-TRANSPORTS = ("auto", "gloo", "shm")
+TRANSPORTS = ("auto", "gloo", "nccl", "shm", "cuda_ipc", "disk")
 EXPLAIN_S = 1.0
 """A rank that only lost touch waits as long for whoever can say why."""
 _Choice = TypeVar("_Choice")
+_Record = TypeVar("_Record", PushRecord, VerifyRecord)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,7 @@ class SyncOptions:
     staged: bool
     check_digests: bool
     timeout_s: float
+    folder: str | None
 
 
 class ParamSyncer:
@@ -91,7 +97,8 @@ class ParamSyncer:
         self._ends = ends
         self._targets = list(targets)
         self._part = Part(source, rank, options.gather)
-        self._routes = Routes(rank, options.timeout_s)
+        folder = None if options.folder is None else Path(options.folder)
+        self._routes = Routes(rank, source.device, options.timeout_s, folder)
         self._lock = asyncio.Lock()
 
     @classmethod
@@ -103,13 +110,14 @@ class ParamSyncer:
         *,
         model: str = "policy",
         gather: str = "bucketed",
-        transport: Literal["auto", "gloo", "shm"] = "auto",
+        transport: Literal["auto", "gloo", "nccl", "shm", "cuda_ipc", "disk"] = "auto",
         sources: Literal["rank0", "round_robin"] = "rank0",
         bucket_bytes: int = 64 << 20,
         mode: Literal["keep", "abort", "drain"] = "keep",
         staged: bool = True,
         check_digests: bool = True,
         timeout_s: float = 300.0,
+        folder: str | os.PathLike[str] | None = None,
     ) -> Self:
         """Bring a trainer and engines together; every rank calls it, in the same order.
 
@@ -119,7 +127,10 @@ class ParamSyncer:
             router: On rank 0: the router, or the backends themselves; elsewhere None.
             model: The router's model that is pushed to.
             gather: `gather_one`, `gather_all`, `bucketed` or `shards` (ZeRO-3 only).
-            transport: `shm` (same host), `gloo`; `auto` takes `shm` for local engines.
+            transport: `shm` (same host: one copy, whatever the number of engines), `gloo`, `nccl`
+                (engines on other GPUs than the trainer's), `cuda_ipc` (on the same GPU as rank 0),
+                `disk` (safetensors in `folder`); `auto` takes the fastest of them that is possible
+                between rank 0 and the engines.
             sources: Who sends whole buckets: rank 0, or one rank after the other.
             bucket_bytes: Largest size of a bucket; a larger tensor is a bucket of its own.
             mode: What becomes of requests that run during the load: `keep` (frozen, then they go
@@ -127,6 +138,8 @@ class ParamSyncer:
             staged: Generation goes on while the engines receive.
             check_digests: Compare a digest of each message before anything is loaded.
             timeout_s: For connecting, and for each push as a whole.
+            folder: For `disk`: each push becomes a folder `v<version>` in it, and the one before is
+                removed once all engines have the new one.
 
         Raises:
             WeightSyncError: A rank didn't come.
@@ -146,11 +159,9 @@ class ParamSyncer:
             staged=staged,
             check_digests=check_digests,
             timeout_s=timeout_s,
+            folder=None if folder is None else os.fspath(folder),
         )
-        if options.gather is Gather.SHARDS and not source.is_partitioned:
-            raise ValueError("gather='shards' needs a model under ZeRO-3; take 'bucketed'")
-        if options.gather is Gather.SHARDS and source.is_merged:
-            raise ValueError("gather='shards' can't merge an adapter; take 'bucketed'")
+        _check_together(options, source)
         targets = _targets(router, model) if rank == 0 else []
         ends = await meet(rank, num_ranks, timeout_s)
         return cls(source, rank, options, ends, targets)
@@ -166,13 +177,35 @@ class ParamSyncer:
                 failure was the first. The engines generate with the weights that they had, or not
                 at all.
         """
+        what = f"push of version {version}"
         async with self._lock:
-            if isinstance(self._ends, Hub):
-                return await self._lead(self._ends, version)
-            return await self._follow(self._ends, version)
+            if isinstance(self._ends, Spoke):
+                return await self._follow(self._ends, what, PushRecord)
+            push = self._engine_push(what, version)
+            return await self._lead(self._ends, push, self._push)
+
+    async def verify(self) -> VerifyRecord:
+        """Compare what the engines compute with, and what the trainer holds; every rank calls it.
+
+        Everything is sent as in a push, and nothing is changed. An engine doesn't generate while
+        it compares.
+
+        Raises:
+            WeightSyncError: It couldn't be done, on all ranks with the same words.
+        """
+        what = "verify()"
+        async with self._lock:
+            if isinstance(self._ends, Spoke):
+                return await self._follow(self._ends, what, VerifyRecord)
+            newest = max(target.version for target in self._targets)
+            push = self._engine_push(what, newest)
+            return await self._lead(self._ends, push, self._verify)
 
     async def aclose(self) -> None:
-        """Let go of everything that pushes used; the engines keep their weights."""
+        """Let go of all that pushes used, here and in the engines, which keep their weights."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(CLEANUP_S):
+            async with self._lock:
+                await leave(self._targets)
         self._ends.close()
         await anyio.to_thread.run_sync(self._routes.close)
 
@@ -186,62 +219,60 @@ class ParamSyncer:
 
     # Rank 0.
 
-    async def _lead(self, hub: Hub, version: int) -> PushRecord:
-        push = EnginePush(self._targets, version, self._options.mode, self._options.timeout_s)
+    def _engine_push(self, what: str, version: int) -> EnginePush:
+        options = self._options
+        return EnginePush(self._targets, what, version, options.mode, options.timeout_s)
+
+    async def _lead(
+        self, hub: Hub, push: EnginePush, work: Callable[[Hub, EnginePush], Awaitable[_Record]]
+    ) -> _Record:
+        """Do what all ranks do together, and tell them how it ended."""
         try:
             async with deadline(self._options.timeout_s, push):
-                record = await self._transact(hub, push)
+                record = await work(hub, push)
         except BaseException as error:
             failure = push.failure(error, {})
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLEANUP_S):
                 await anyio.to_thread.run_sync(self._routes.give_up)
                 failure = push.failure(error, await push.undo(str(failure)))
-            await hub.tell_all(
-                Verdict(None, str(failure), failure.culprit or "", failure.version or version)
-            )
+            await hub.tell_all(Verdict(None, str(failure), failure.culprit or "", failure.version))
             if not isinstance(error, Exception):
                 raise
             raise failure from error
         await hub.tell_all(Verdict(dataclasses.asdict(record)))
         return record
 
-    async def _transact(self, hub: Hub, push: EnginePush) -> PushRecord:
+    async def _push(self, hub: Hub, push: EnginePush) -> PushRecord:
         started = time.monotonic()
-        push.doing = "waiting for the other ranks to call push()"
         await self._collect(hub, push)
-        push.doing = "waiting for the engines to serve"
-        engines = await wait_for_engines(push)
-        manifest = await anyio.to_thread.run_sync(self._plan, engines, push.version)
-        is_gloo = isinstance(manifest.route, GlooRoute)
-        if is_gloo:
-            push.doing = "telling the engines to receive"
-            await push.begin(manifest)
-        push.doing = "sending"
-        await hub.tell_all(Start(manifest))
-        if is_gloo and not self._options.staged:
-            push.doing = "sending and loading"
-            sent, loads = await await_both(self._send_with_all(hub, push, manifest), push.load())
-        else:
-            sent = await self._send_with_all(hub, push, manifest)
-            if not is_gloo:
-                push.doing = "telling the engines to read"
-                await push.begin(manifest)
-            push.doing = "checking what came"
-            await push.wait_ready()
+        newest = max(target.version for target in self._targets)
+        if push.version <= newest:
+            raise WeightSyncError(
+                f"the engines have version {newest} already; versions must grow", culprit="rank 0"
+            )
+        manifest = await self._prepare(push, is_staged=self._options.staged)
+        if manifest.is_staged:
+            sent = await self._transfer(hub, push, manifest)
             push.doing = "loading"
             loads = await push.load()
+        else:
+            push.doing = "telling the engines to receive"
+            await push.begin(manifest)
+            push.doing = "sending and loading"
+            sent, loads = await await_both(self._send_with_all(hub, push, manifest), push.load())
         push.doing = "committing"
         stall_s = await push.commit()
+        await anyio.to_thread.run_sync(self._routes.committed, manifest)
         return PushRecord(
             version=push.version,
             gather=self._options.gather,
-            transport="gloo" if is_gloo else "shm",
-            num_bytes=sum(s.tensor.num_bytes for b in manifest.buckets for s in b.slices),
-            num_tensors=sum(len(bucket.slices) for bucket in manifest.buckets),
+            transport=manifest.route.name,
+            num_bytes=sum(tensor.num_bytes for tensor in manifest.tensors),
+            num_tensors=len(manifest.tensors),
             num_buckets=len(manifest.buckets),
             num_engines=len(self._targets),
             control_calls=push.control_calls,
-            cast=self._source.cast([s.tensor for b in manifest.buckets for s in b.slices]),
+            cast=self._source.cast(manifest.tensors),
             total_s=time.monotonic() - started,
             gather_s=max(part.gather_s for part in sent),
             send_s=max(part.send_s for part in sent),
@@ -250,8 +281,45 @@ class ParamSyncer:
             peak_extra_bytes=max(part.peak_extra_bytes for part in sent),
         )
 
+    async def _verify(self, hub: Hub, push: EnginePush) -> VerifyRecord:
+        started = time.monotonic()
+        await self._collect(hub, push)
+        manifest = await self._prepare(push, is_staged=True)
+        await self._transfer(hub, push, manifest)
+        push.doing = "comparing"
+        found = await push.compare()
+        differing = {name: tuple(names) for name, (names, _) in found.items() if names}
+        return VerifyRecord(
+            version=push.version,
+            num_tensors=len(manifest.tensors),
+            differing=differing,
+            unchecked=tuple(sorted({name for _, names in found.values() for name in names})),
+            total_s=time.monotonic() - started,
+        )
+
+    async def _prepare(self, push: EnginePush, *, is_staged: bool) -> Manifest:
+        push.doing = "waiting for the engines to serve"
+        engines = await wait_for_engines(push)
+        return await anyio.to_thread.run_sync(self._plan, engines, push.version, is_staged)
+
+    async def _transfer(self, hub: Hub, push: EnginePush, manifest: Manifest) -> list[Sent]:
+        """Bring everything to all engines; none of them is touched."""
+        if manifest.route.is_live:
+            push.doing = "telling the engines to receive"
+            await push.begin(manifest)
+        push.doing = "sending"
+        sent = await self._send_with_all(hub, push, manifest)
+        if not manifest.route.is_live:
+            await anyio.to_thread.run_sync(self._routes.written, manifest)
+            push.doing = "telling the engines to read"
+            await push.begin(manifest)
+        push.doing = "checking what came"
+        await push.wait_ready()
+        return sent
+
     async def _collect(self, hub: Hub, push: EnginePush) -> None:
-        """Have every rank join this push, with the same model."""
+        """Have every rank join, with the same model."""
+        push.doing = "waiting for the other ranks to call it"
         joined: dict[int, Joined] = {}
         ranks = range(1, rank_and_size()[1])
 
@@ -263,25 +331,19 @@ class ParamSyncer:
         await await_all(*(functools.partial(join, rank) for rank in ranks))
         mine = self._fingerprint()
         for rank in ranks:
-            if joined[rank].version != push.version:
+            if joined[rank].what != push.what:
                 raise WeightSyncError(
-                    f"rank {rank} pushes version {joined[rank].version}, rank 0 version "
-                    f"{push.version}",
-                    culprit=f"rank {rank}",
+                    f"rank {rank} came for a {joined[rank].what}", culprit=f"rank {rank}"
                 )
             if joined[rank].fingerprint != mine:
                 raise WeightSyncError(
                     f"rank {rank} has another model, or other options, than rank 0",
                     culprit=f"rank {rank}",
                 )
-        newest = max(target.version for target in self._targets)
-        if push.version <= newest:
-            raise WeightSyncError(
-                f"the engines have version {newest} already; versions must grow", culprit="rank 0"
-            )
 
     async def _send_with_all(self, hub: Hub, push: EnginePush, manifest: Manifest) -> list[Sent]:
         """Have every rank do its part, this one included."""
+        await hub.tell_all(Start(manifest))
         sent: list[Sent] = []
 
         async def own() -> None:
@@ -304,7 +366,9 @@ class ParamSyncer:
         await await_all(own, *(functools.partial(other, rank) for rank in range(1, num_ranks)))
         return sent
 
-    def _plan(self, engines: list[WeightShape], version: int) -> Manifest:
+    def _plan(
+        self, engines: list[WeightShape], version: int, is_staged: bool
+    ) -> Manifest:  # a thread's
         options = self._options
         dtypes = {engine.dtype for engine in engines}
         if len(dtypes) > 1:
@@ -316,15 +380,16 @@ class ParamSyncer:
             if options.gather is Gather.SHARDS
             else whole_messages(buckets, range(num_ranks) if options.round_robin else (0,))
         )
-        route = self._routes.route(options.transport, messages, engines)
+        route = self._routes.route(options.transport, messages, engines, version)
         return Manifest(
             version=version,
+            stamp=1 + secrets.randbits(62),
             buckets=tuple(buckets),
             messages=tuple(messages),
             aliases=self._source.aliases,
             route=route,
             timeout_s=options.timeout_s,
-            is_staged=options.staged or not isinstance(route, GlooRoute),
+            is_staged=is_staged or not route.is_live,
             checks_digests=options.check_digests,
         )
 
@@ -374,8 +439,8 @@ class ParamSyncer:
 
     # The other ranks.
 
-    async def _follow(self, spoke: Spoke, version: int) -> PushRecord:
-        await spoke.tell(Joined(spoke.num_verdicts, version, self._fingerprint()))
+    async def _follow(self, spoke: Spoke, what: str, record: type[_Record]) -> _Record:
+        await spoke.tell(Joined(spoke.num_verdicts, what, self._fingerprint()))
         # Rank 0 has the deadline; this one is for a rank 0 that hangs.
         try:
             async with asyncio.timeout(self._options.timeout_s + 2 * CLEANUP_S):
@@ -383,16 +448,12 @@ class ParamSyncer:
                 if isinstance(verdict, Start):
                     verdict = await self._take_part(spoke, verdict.manifest)
         except TimeoutError as error:
-            raise WeightSyncError(
-                f"push of version {version}: no verdict from rank 0",
-                culprit="rank 0",
-                version=version,
-            ) from error
+            raise WeightSyncError(f"{what}: no verdict from rank 0", culprit="rank 0") from error
         assert isinstance(verdict, Verdict), verdict
         if verdict.record is None:
             await anyio.to_thread.run_sync(self._routes.give_up)
             raise verdict.failure()
-        return msgspec.convert(verdict.record, PushRecord)
+        return msgspec.convert(verdict.record, record)
 
     async def _take_part(self, spoke: Spoke, manifest: Manifest) -> ToRank:
         async def part() -> None:
@@ -429,6 +490,23 @@ def _targets(
     if not targets:
         raise ValueError("there is no backend to push to")
     return targets
+
+
+def _check_together(options: SyncOptions, source: ModelSource) -> None:
+    """Refuse options that don't go together."""
+    is_shards = options.gather is Gather.SHARDS
+    if is_shards and not source.is_partitioned:
+        raise ValueError("gather='shards' needs a model under ZeRO-3; take 'bucketed'")
+    if is_shards and source.is_merged:
+        raise ValueError("gather='shards' can't merge an adapter; take 'bucketed'")
+    if (options.transport == "disk") != (options.folder is not None):
+        raise ValueError("transport='disk' needs a folder, and only that")
+    if options.transport == "disk" and is_shards:
+        raise ValueError("gather='shards' sends no whole tensors; transport='disk' writes them")
+    if options.transport == "cuda_ipc" and (is_shards or options.round_robin):
+        raise ValueError("transport='cuda_ipc' shares rank 0's GPU: only rank 0 can send")
+    if options.transport in {"nccl", "cuda_ipc"} and source.device is None:
+        raise ValueError(f"transport={options.transport!r} needs a GPU; take 'auto'")
 
 
 def _choice(name: str, given: str, known: dict[str, _Choice]) -> _Choice:

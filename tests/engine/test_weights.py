@@ -1,6 +1,7 @@
 """Weights pushed into two live engines: what they then answer, and what callers see meanwhile."""
 
 import copy
+import itertools
 
 import anyio
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 from agoge_async import ParamSyncer, Router, TokenRequest, WeightSyncError
-from agoge_async.weights.transport import serve_store
+from agoge_async.weights import frames
+from agoge_async.weights.groups import serve_store
 from tests.engine.test_parity import greedy
 
 PROMPT = [257, *b"user\nWhat is 2 plus 2?", 258, 10, 257, *b"assistant\n"]
@@ -103,16 +105,18 @@ async def test_a_push_while_requests_run(trained, policy, mode):
 @pytest.mark.timeout(240)
 @pytest.mark.may_leave("processes", "tasks", "descriptors", "shared memory")
 async def test_engines_that_were_torn_serve_again_after_a_whole_push(
-    trained, policy, transformers_model
+    trained, policy, transformers_model, monkeypatch
 ):
     """They are restarted, and nobody gets an answer from weights that nobody pushed."""
-    wrong = nn.Module()
-    wrong.register_parameter("no_such_layer", nn.Parameter(torch.zeros(3)))
     version = next_version(trained)
-    async with await ParamSyncer.connect(wrong, trained, model="tiny", timeout_s=60) as syncer:
-        with pytest.raises(WeightSyncError, match=r"while loading: .*no_such_layer") as caught:
+    monkeypatch.setattr("agoge_async.weights.sending.seal", damaged(3))
+    options = {"transport": "gloo", "staged": False, "bucket_bytes": 500_000}
+    async with await ParamSyncer.connect(
+        policy, trained, model="tiny", timeout_s=60, **options
+    ) as syncer:
+        with pytest.raises(WeightSyncError, match=r"while sending and loading: .*bucket 3 .*damag"):
             await syncer.push(version=version)
-    assert caught.value.culprit in {"tiny/0", "tiny/1"}
+    monkeypatch.undo()
     async with await ParamSyncer.connect(policy, trained, model="tiny", timeout_s=120) as syncer:
         await syncer.push(version=version + 1)
     ids, _ = greedy((policy, transformers_model[1]), PROMPT, 20)
@@ -121,6 +125,78 @@ async def test_engines_that_were_torn_serve_again_after_a_whole_push(
     assert [version + 1] == [span.version for span in choice.policy_versions]
     statistics = trained.statistics().models["tiny"].backends
     assert ["serving", "serving"] == [backend.state for backend in statistics.values()]
+
+
+def damaged(index):
+    """Give a `seal` that damages one message after it was sealed."""
+    count = itertools.count()
+
+    def damage(frame, stamp, *, with_digest):
+        frames.seal(frame, stamp, with_digest=with_digest)
+        if next(count) == index:
+            frame[5] ^= 1
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda m: m.register_parameter("extra", nn.Parameter(torch.zeros(3))), "can't take extra"),
+        (lambda m: delattr(m.model.layers[1].self_attn, "k_proj"), "a part .*qkv_proj.*q_proj"),
+        (
+            lambda m: delattr(m.model.layers[1].mlp, "down_proj"),
+            "has nothing for .*1.mlp.down_proj",
+        ),
+        (
+            lambda m: setattr(m.model, "norm", nn.LayerNorm(64, bias=False)),
+            r"can't take model.norm.weight of shape \[64\]",
+        ),
+        (
+            lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight + 1)),
+            "no place for lm_head.weight",
+        ),
+    ],
+    ids=["name", "fused member", "missing", "shape", "untied head"],
+)
+async def test_a_model_that_does_not_fit_is_refused_before_anything_is_touched(
+    trained, policy, spoil, message
+):
+    """vllm#51665: a head that is tied there and not here; a fused layer without all its members."""
+    before = await sample(trained, temperature=0)
+    with torch.no_grad():
+        spoil(policy)
+    pids = [replica.engine.pid for replica in trained.pool("tiny").backends]
+    async with await ParamSyncer.connect(policy, trained, model="tiny", timeout_s=60) as syncer:
+        with pytest.raises(WeightSyncError, match=f"telling the engines.*{message}"):
+            await syncer.push(version=next_version(trained))
+    assert pids == [replica.engine.pid for replica in trained.pool("tiny").backends]
+    after = await sample(trained, temperature=0)
+    assert before.token_ids == after.token_ids
+
+
+async def test_verify_compares_what_engines_compute_with(trained, policy):
+    """Each tensor by its name, those that vLLM fuses or packs included."""
+    async with await ParamSyncer.connect(policy, trained, model="tiny", timeout_s=60) as syncer:
+        before = await syncer.verify()
+        assert {"tiny/0", "tiny/1"} == before.differing.keys()
+        await syncer.push(version=next_version(trained))
+        assert (await syncer.verify()).is_equal
+        changed = {
+            "model.layers.2.self_attn.k_proj.weight",
+            "model.layers.0.mlp.up_proj.weight",
+            "model.norm.weight",
+            "model.embed_tokens.weight",
+            "lm_head.weight",
+        }
+        with torch.no_grad():
+            for name in changed - {"lm_head.weight"}:
+                policy.get_parameter(name).view(-1)[100] *= 1.001
+        found = await syncer.verify()
+        for names in found.differing.values():
+            assert set(names) <= changed
+            assert set(names) >= changed - {"lm_head.weight"}
+    assert not found.unchecked
 
 
 async def _until_generating(router) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agoge_async.weights.transport import serve_store
+from agoge_async.weights.groups import serve_store
 
 
 @pytest.fixture(scope="session", autouse=True)

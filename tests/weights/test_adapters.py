@@ -115,7 +115,7 @@ async def test_the_cast_to_the_engines_type_follows_the_merge(held, engine):
     """PEFT keeps the adapter of a bf16 model in fp32."""
     model = with_adapter(Policy().to(held), targets=("layers.0", "turned", "embed"))
     async with connected(model) as (syncer, [target]):
-        target.shape = WeightShape(incarnation=1, num_workers=1, dtype=engine)
+        target.shape = WeightShape(incarnation=1, devices=("cpu",), dtype=engine)
         await syncer.push(version=1)
     assert_equal(merge(model).to(getattr(torch, engine)), target.weights)
 

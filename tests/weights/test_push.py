@@ -4,6 +4,7 @@ groups and segments, without an engine.
 
 import asyncio
 import contextlib
+import tempfile
 import threading
 
 import anyio
@@ -15,12 +16,13 @@ from torch import nn
 from agoge_async.backends.base import BackendStatus, WeightShape
 from agoge_async.engine.receiver import PushReceiver
 from agoge_async.errors import WeightSyncError
-from agoge_async.weights import transport
+from agoge_async.weights import frames
 from agoge_async.weights.manifest import decode_manifest
 from agoge_async.weights.syncer import ParamSyncer
 
 BUCKET_BYTES = 3000
-TRANSPORTS = ("gloo", "shm")
+CPU = torch.device("cpu")
+TRANSPORTS = ("gloo", "shm", "disk")
 
 
 class Tied(nn.Module):
@@ -44,13 +46,13 @@ class Target:
         self.name = name
         self.version = 0
         self.status = BackendStatus(state="serving")
-        self.shape = WeightShape(incarnation=1, num_workers=1, dtype=dtype)
+        self.shape = WeightShape(incarnation=1, devices=("cpu",), dtype=dtype)
         self.weights: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
         self.condemned: str | None = None
         self.load_error: Exception | None = None
         self.load_gate: threading.Event | None = None
-        self._receiver = PushReceiver(0)
+        self._receiver = PushReceiver(0, CPU)
         self._loaded: dict[str, torch.Tensor] = {}
 
     def weight_shape(self) -> WeightShape:
@@ -76,6 +78,12 @@ class Target:
         self.calls.append(f"load {mode}")
         return await anyio.to_thread.run_sync(self._receiver.load, self._put)
 
+    async def compare_push(self, timeout_s: float) -> tuple[list[str], list[str]]:
+        self.calls.append("compare")
+        held, self._loaded = self.weights, {}
+        await anyio.to_thread.run_sync(self._receiver.load, self._put)
+        return [n for n, t in self._loaded.items() if not torch.equal(t, held[n])], []
+
     async def commit_push(self, version: int, timeout_s: float) -> None:
         self.calls.append("commit")
         self.version, self.weights = version, self._loaded
@@ -88,19 +96,22 @@ class Target:
         self.condemned = cause
 
     def close(self) -> None:
-        self._receiver.close()
+        self._receiver.abort()
 
 
 @contextlib.asynccontextmanager
 async def connected(model, num_targets=1, **options):
     targets = [Target(f"engine/{number}") for number in range(num_targets)]
     options = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 20.0} | options
-    try:
-        async with await ParamSyncer.connect(model, targets, **options) as syncer:
-            yield syncer, targets
-    finally:
-        for target in targets:
-            target.close()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.get("transport") == "disk":
+            options["folder"] = folder
+        try:
+            async with await ParamSyncer.connect(model, targets, **options) as syncer:
+                yield syncer, targets
+        finally:
+            for target in targets:
+                target.close()
 
 
 def change(model: nn.Module) -> None:
@@ -141,7 +152,8 @@ async def test_a_target_is_called_four_times_a_push(kind):
     """open-instruct#1535: two hundred calls a push; here their number knows no parameters."""
     async with connected(Tied(), 2, transport=kind, bucket_bytes=64) as (syncer, targets):
         record = await syncer.push(version=1)
-    assert [["begin", "ready", "load keep", "commit"]] * 2 == [target.calls for target in targets]
+        for target in targets:
+            assert ["begin", "ready", "load keep", "commit"] == target.calls
     assert 8 == record.control_calls
 
 
@@ -150,7 +162,7 @@ async def test_the_trainer_casts_to_the_engines_type(kind):
     """Before the send, and the record says so."""
     model = Tied()
     async with connected(model, transport=kind) as (syncer, [target]):
-        target.shape = WeightShape(incarnation=1, num_workers=1, dtype="bfloat16")
+        target.shape = WeightShape(incarnation=1, devices=("cpu",), dtype="bfloat16")
         record = await syncer.push(version=1)
     assert ("float32",) == record.cast
     assert torch.equal(model.embed.weight.to(torch.bfloat16), target.weights["embed.weight"])
@@ -170,11 +182,11 @@ async def test_memory_on_its_way_is_two_buckets():
 async def test_a_damaged_message_is_found_before_anything_is_loaded(kind, monkeypatch):
     """One bit; the engine keeps its weights, and the next push succeeds."""
     model = Tied()
-    seal = transport.seal
+    seal = frames.seal
 
-    def damage(frame, version, *, with_digest):
-        seal(frame, version, with_digest=with_digest)
-        frame[17] ^= 4
+    def damage(frame, stamp, *, with_digest):
+        seal(frame, stamp, with_digest=with_digest)
+        frame[1] ^= 4
 
     async with connected(model, 2, transport=kind) as (syncer, targets):
         monkeypatch.setattr("agoge_async.weights.sending.seal", damage)
@@ -242,6 +254,29 @@ async def test_a_cancelled_push_is_given_up():
             assert_equal(model, target.weights)
 
 
+@pytest.mark.parametrize("kind", TRANSPORTS)
+async def test_verify_names_what_differs(kind):
+    """On each engine, and changes nothing."""
+    model = Tied()
+    async with connected(model, 2, transport=kind) as (syncer, targets):
+        await syncer.push(version=3)
+        found = await syncer.verify()
+        assert found.is_equal
+        assert (3, 13) == (found.version, found.num_tensors)
+        with torch.no_grad():
+            model.layers[2].bias[7] += 1
+        targets[1].weights["scale"] += 1
+        found = await syncer.verify()
+        assert not found.is_equal
+        assert {
+            "engine/0": ("layers.2.bias",),
+            "engine/1": ("layers.2.bias", "scale"),
+        } == {name: tuple(sorted(names)) for name, names in found.differing.items()}
+        assert ["begin", "ready", "compare"] == targets[0].calls[-3:]
+        await syncer.push(version=4)
+        assert (await syncer.verify()).is_equal
+
+
 async def test_versions_grow():
     """An old one is refused before anything is touched."""
     async with connected(Tied()) as (syncer, [target]):
@@ -258,8 +293,8 @@ async def test_a_target_that_was_restarted_is_met_anew():
     async with connected(model, 2, transport="gloo") as (syncer, targets):
         await syncer.push(version=1)
         targets[0].close()
-        targets[0]._receiver = PushReceiver(0)
-        targets[0].shape = WeightShape(incarnation=2, num_workers=1, dtype="float32")
+        targets[0]._receiver = PushReceiver(0, CPU)
+        targets[0].shape = WeightShape(incarnation=2, devices=("cpu",), dtype="float32")
         change(model)
         await syncer.push(version=2)
         for target in targets:
@@ -282,13 +317,28 @@ async def test_a_new_trainer_replaces_an_old_one():
     ("options", "message"),
     [
         ({"gather": "gather_two"}, "gather must be one of .*'gather_two'"),
-        ({"transport": "pigeon"}, "transport must be one of auto, gloo, shm, got 'pigeon'"),
+        ({"transport": "pigeon"}, "transport must be one of auto, gloo, nccl, .*, got 'pigeon'"),
         ({"sources": "all"}, "sources must be one of rank0, round_robin"),
         ({"mode": "wait"}, "mode must be one of keep, abort, drain"),
         ({"gather": "shards"}, "needs a model under ZeRO-3"),
         ({"bucket_bytes": 0}, "bucket_bytes must be positive"),
+        ({"transport": "disk"}, "transport='disk' needs a folder"),
+        ({"folder": "here"}, "transport='disk' needs a folder, and only that"),
+        ({"transport": "cuda_ipc", "sources": "round_robin"}, "only rank 0 can send"),
+        ({"transport": "nccl"}, "transport='nccl' needs a GPU"),
     ],
-    ids=["gather", "transport", "sources", "mode", "shards", "bucket"],
+    ids=[
+        "gather",
+        "transport",
+        "sources",
+        "mode",
+        "shards",
+        "bucket",
+        "no folder",
+        "folder",
+        "ipc",
+        "no gpu",
+    ],
 )
 async def test_options_that_cannot_be_are_refused(options, message):
     """With what could be."""
