@@ -14,32 +14,48 @@ import torch
 from torch import nn
 
 from agoge_async.errors import WeightSyncError
+from agoge_async.weights.adapters import (
+    Deltas,
+    base_model,
+    checkpoint_tensors,
+    merge_bytes,
+    merged,
+)
 from agoge_async.weights.plan import Bucket, Message, TensorMeta
 
 
 class ModelSource:
     """The parameters and persistent buffers of a model, under the names of its checkpoint.
 
+    LoRA adapters of PEFT that are active now are merged as the weights are read.
+
     Args:
         model: A `torch.nn.Module` or a DeepSpeed engine of any ZeRO stage.
+
+    Raises:
+        ValueError: An adapter can't be merged.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        module = _unwrapped(model)
+        module = base_model(_unwrapped(model))
         self._tensors: dict[str, torch.Tensor] = {}
+        self._deltas: dict[str, Deltas] = {}
         self.aliases: dict[str, str] = {}
         """Other names of tied parameters, and the name that is sent."""
-        first_names: dict[int, str] = {}
-        for name, tensor in _named_tensors(module):
-            first = first_names.setdefault(id(tensor), name)
+        first_names: dict[tuple[int, Deltas], str] = {}
+        for name, tensor, deltas in checkpoint_tensors(module):
+            first = first_names.setdefault((id(tensor), deltas), name)
             if first == name:
                 self._tensors[name] = tensor
+                self._deltas[name] = deltas
             else:
                 self.aliases[name] = first
         if not self._tensors:
             raise WeightSyncError("the model has no parameters")
         self.is_partitioned = any(map(_is_partitioned, self._tensors.values()))
         """Whether ZeRO-3 has cut the parameters up."""
+        self.is_merged = any(self._deltas.values())
+        """Whether an adapter is added to any of them."""
         self.device: torch.device | None = None
         """The GPU that this rank trains on."""
         if torch.cuda.is_available():
@@ -71,14 +87,23 @@ class ModelSource:
         return tuple(sorted({held[m.name] for m in metadata if held[m.name] != m.dtype}))
 
     def held_bytes(self, names: Iterable[str]) -> int:
-        """Size of whole tensors as the trainer holds them, where ZeRO-3 has to gather them."""
-        tensors: list[Any] = [self._tensors[name] for name in names]
-        return sum(t.ds_numel * t.element_size() for t in tensors if _is_partitioned(t))
+        """Memory that reading tensors takes: ZeRO-3 has to gather them, an adapter is merged."""
+        names = list(names)
+        whole: int = sum(t.ds_numel * t.element_size() for t in self._partitioned(names))
+        return whole + max(merge_bytes(self._tensors[n], self._deltas[n]) for n in names)
+
+    def _partitioned(self, names: Iterable[str]) -> list[Any]:
+        """List what ZeRO-3 has to gather for whole tensors, adapters included."""
+        parts: dict[int, torch.Tensor] = {}
+        for name in names:
+            for part in (self._tensors[name], *(p for d in self._deltas[name] for p in d.parts)):
+                parts[id(part)] = part
+        return [part for part in parts.values() if _is_partitioned(part)]
 
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str]) -> Iterator[None]:
         """Have whole tensors on every rank; collective under ZeRO-3, else free."""
-        partitioned = [t for name in names if _is_partitioned(t := self._tensors[name])]
+        partitioned = self._partitioned(names)
         if not partitioned:
             yield
             return
@@ -92,7 +117,9 @@ class ModelSource:
         slice_ = bucket.slices[index]
         meta = slice_.tensor
         place = out[slice_.offset : slice_.offset + meta.num_bytes]
-        place.view(_torch_dtype(meta.dtype)).view(meta.shape).copy_(self._tensors[meta.name].data)
+        place.view(_torch_dtype(meta.dtype)).view(meta.shape).copy_(
+            merged(self._tensors[meta.name], self._deltas[meta.name])
+        )
 
     def fill_shard(self, bucket: Bucket, message: Message, out: torch.Tensor) -> None:
         """Write this rank's partitions of a bucket's tensors to their places in a frame."""
@@ -120,15 +147,6 @@ def _unwrapped(model: Any) -> nn.Module:
 
 def _is_parallel(model: Any) -> bool:
     return isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give what a checkpoint would hold, tied parameters under each of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _is_partitioned(tensor: Any) -> bool:

@@ -130,7 +130,8 @@ class ParamSyncer:
         """Bring a trainer and engines together; every rank calls it, in the same order.
 
         Args:
-            trainer_model: A module or DeepSpeed engine.
+            trainer_model: A module or DeepSpeed engine. Active LoRA adapters of PEFT are merged
+                into what is sent.
             router: On rank 0: the router, or the backends themselves; elsewhere None.
             model: The router's model that is pushed to.
             gather: `gather_one`, `gather_all`, `bucketed` or `shards` (ZeRO-3 only).
@@ -535,6 +536,8 @@ def _check_together(options: SyncOptions, source: ModelSource) -> None:
     is_shards = options.gather is Gather.SHARDS
     if is_shards and not source.is_partitioned:
         raise ValueError("gather='shards' needs a model under ZeRO-3; take 'bucketed'")
+    if is_shards and source.is_merged:
+        raise ValueError("gather='shards' can't merge an adapter; take 'bucketed'")
     if (options.transport == "disk") != (options.folder is not None):
         raise ValueError("transport='disk' needs a folder, and only that")
     if options.transport == "disk" and is_shards:

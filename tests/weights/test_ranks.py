@@ -59,6 +59,19 @@ def test_two_ranks_push_the_same_weights(stage, gathers):
     assert f"rank 1: {count} pushes" in output
 
 
+def test_two_ranks_push_a_model_with_its_adapter_merged():
+    """Under ZeRO-3 base and adapter are gathered together, a bucket at a time.
+
+    trl#5766: merging gathered the whole model.
+    """
+    pytest.importorskip("peft", reason="needs the dev extra")
+    code, output = torchrun(3, "lora")
+    assert 0 == code, output
+    for rank in (0, 1):
+        assert f"rank {rank}: gather='shards' can't merge an adapter; take 'bucketed'" in output
+        assert f"rank {rank}: 8 pushes" in output
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
