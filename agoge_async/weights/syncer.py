@@ -33,8 +33,8 @@ from agoge_async.router import Router
 from agoge_async.tasks import await_all, await_both
 from agoge_async.weights.engines import CLEANUP_S, EnginePush, deadline, leave, wait_for_engines
 from agoge_async.weights.frames import frame_bytes
-from agoge_async.weights.manifest import Manifest
-from agoge_async.weights.plan import plan_buckets, shard_messages, whole_messages
+from agoge_async.weights.manifest import GroupRoute, Manifest
+from agoge_async.weights.plan import cut_messages, plan_buckets, shard_messages, whole_messages
 from agoge_async.weights.ranks import (
     Failed,
     Hub,
@@ -48,7 +48,7 @@ from agoge_async.weights.ranks import (
     rank_and_size,
 )
 from agoge_async.weights.routes import Routes
-from agoge_async.weights.sending import Gather, Part
+from agoge_async.weights.sending import Gather, RankPart
 from agoge_async.weights.sources import ModelSource
 from agoge_async.weights.transport import Lane
 
@@ -99,7 +99,7 @@ class ParamSyncer:
         self._options = options
         self._ends = ends
         self._targets = list(targets)
-        self._part = Part(source, rank, options.gather)
+        self._part = RankPart(source, rank, options.gather)
         folder = None if options.folder is None else Path(options.folder)
         self._routes = Routes(rank, source.device, options.timeout_s, folder)
         self._lock = asyncio.Lock()
@@ -420,6 +420,8 @@ class ParamSyncer:
             else whole_messages(buckets, range(num_ranks) if options.round_robin else (0,))
         )
         route = self._routes.route(options.transport, messages, engines, version)
+        if isinstance(route, GroupRoute):  # elsewhere, what is written is not copied any more
+            messages = cut_messages(messages, buckets, options.bucket_bytes)
         return Manifest(
             version=version,
             stamp=1 + secrets.randbits(62),

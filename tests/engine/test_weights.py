@@ -131,8 +131,8 @@ def damaged(index):
     """Give a `seal` that damages one message after it was sealed."""
     count = itertools.count()
 
-    def damage(frame, stamp, *, with_digest):
-        frames.seal(frame, stamp, with_digest=with_digest)
+    def damage(frame, checksum, stamp):
+        frames.seal(frame, checksum, stamp)
         if next(count) == index:
             frame[5] ^= 1
 

@@ -201,8 +201,8 @@ async def test_a_damaged_message_is_found_before_anything_is_loaded(kind, monkey
     model = Tied()
     seal = frames.seal
 
-    def damage(frame, stamp, *, with_digest):
-        seal(frame, stamp, with_digest=with_digest)
+    def damage(frame, checksum, stamp):
+        seal(frame, checksum, stamp)
         frame[1] ^= 4
 
     async with connected(model, 2, transport=kind) as (syncer, targets):
