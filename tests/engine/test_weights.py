@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import os
+import signal
 
 import anyio
 import pytest
@@ -102,6 +104,11 @@ async def test_a_push_while_requests_run(trained, policy, mode):
             assert (count < LONG) == (mode == "abort")
 
 
+def flip(frame) -> None:
+    """Damage a message."""
+    frame[5] ^= 1
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.may_leave("processes", "tasks", "descriptors", "shared memory")
 async def test_engines_that_were_torn_serve_again_after_a_whole_push(
@@ -109,7 +116,7 @@ async def test_engines_that_were_torn_serve_again_after_a_whole_push(
 ):
     """They are restarted, and nobody gets an answer from weights that nobody pushed."""
     version = next_version(trained)
-    monkeypatch.setattr("agoge_async.weights.sending.seal", damaged(3))
+    monkeypatch.setattr("agoge_async.weights.sending.seal", at_bucket(3, flip))
     options = {"transport": "gloo", "staged": False, "bucket_bytes": 500_000}
     async with await ParamSyncer.connect(
         policy, trained, model="tiny", timeout_s=60, **options
@@ -119,24 +126,21 @@ async def test_engines_that_were_torn_serve_again_after_a_whole_push(
     monkeypatch.undo()
     async with await ParamSyncer.connect(policy, trained, model="tiny", timeout_s=120) as syncer:
         await syncer.push(version=version + 1)
-    ids, _ = greedy((policy, transformers_model[1]), PROMPT, 20)
-    choice = await sample(trained, temperature=0)
-    assert ids == choice.token_ids[: len(ids)]
-    assert [version + 1] == [span.version for span in choice.policy_versions]
+    await assert_greedy(trained, policy, transformers_model, version + 1)
     statistics = trained.statistics().models["tiny"].backends
     assert ["serving", "serving"] == [backend.state for backend in statistics.values()]
 
 
-def damaged(index):
-    """Give a `seal` that damages one message after it was sealed."""
+def at_bucket(index, act):
+    """Give a `seal` that does something once, at the message of an index."""
     count = itertools.count()
 
-    def damage(frame, checksum, stamp):
+    def seal(frame, checksum, stamp):
         frames.seal(frame, checksum, stamp)
         if next(count) == index:
-            frame[5] ^= 1
+            act(frame)
 
-    return damage
+    return seal
 
 
 @pytest.mark.parametrize(
@@ -197,6 +201,64 @@ async def test_verify_compares_what_engines_compute_with(trained, policy):
             assert set(names) <= changed
             assert set(names) >= changed - {"lm_head.weight"}
     assert not found.unchecked
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.may_leave("processes", "tasks", "descriptors", "shared memory")
+async def test_an_engine_that_is_killed_fails_the_push_and_comes_back(
+    trained, policy, transformers_model, monkeypatch
+):
+    """NeMo-RL#3472: a dead engine blocked the next sync for ever. It is named here, and restarted.
+
+    In receive, the other engine keeps its weights; in load, it has to be restarted as well. One
+    that dies later gets the last push at once.
+    """
+    first, second = trained.pool("tiny").backends
+    version = next_version(trained)
+    options = {"model": "tiny", "bucket_bytes": 500_000, "timeout_s": 120}
+
+    def kill(_) -> None:
+        os.kill(first.engine.pid, signal.SIGKILL)
+
+    async with await ParamSyncer.connect(policy, trained, **options) as syncer:
+        await syncer.push(version=version)
+        with monkeypatch.context() as patched:
+            patched.setattr("agoge_async.weights.sending.seal", at_bucket(2, kill))
+            with pytest.raises(WeightSyncError, match="tiny/0 died") as caught:
+                await syncer.push(version=version + 1)
+        assert "tiny/0" == caught.value.culprit
+        choice = await sample(second)
+        assert [version] == [span.version for span in choice.policy_versions]
+        await syncer.push(version=version + 2)  # waits for the engine
+        os.kill(second.engine.pid, signal.SIGKILL)
+        await _until_state(second, "restarting", "stale")
+        await _until_state(second, "serving")
+        await assert_greedy(second, policy, transformers_model, version + 2)
+    async with await ParamSyncer.connect(
+        policy, trained, staged=False, transport="gloo", **options
+    ) as syncer:
+        with monkeypatch.context() as patched:
+            patched.setattr("agoge_async.weights.sending.seal", at_bucket(3, kill))
+            with pytest.raises(WeightSyncError, match="while sending and loading") as caught:
+                await syncer.push(version=version + 3)
+        assert "tiny/0" == caught.value.culprit
+        await syncer.push(version=version + 4)
+    for replica in (first, second):
+        await assert_greedy(replica, policy, transformers_model, version + 4)
+
+
+async def assert_greedy(replica, policy, transformers_model, version) -> None:
+    """Compare an engine's answer with transformers', and its span with the version."""
+    choice = await sample(replica, temperature=0)
+    ids, _ = greedy((policy, transformers_model[1]), PROMPT, 20)
+    assert ids == choice.token_ids[: len(ids)]
+    assert [version] == [span.version for span in choice.policy_versions]
+
+
+async def _until_state(replica, *states) -> None:
+    with anyio.fail_after(90):
+        while replica.status.state not in states:
+            await anyio.sleep(0.05)
 
 
 async def _until_generating(router) -> None:
