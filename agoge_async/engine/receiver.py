@@ -267,16 +267,33 @@ def _place_parts(
         whole[begin : begin + size] = frame[part.offset : part.offset + size]
 
 
-def load_tensors(model: Any, model_config: Any, tensors: Tensors) -> None:
-    """Put checkpoint tensors into a running vLLM model, in place, as vLLM loads a checkpoint."""
+def load_tensors(
+    model: Any, model_config: Any, tensors: Tensors, *, needs_all: bool = False
+) -> None:
+    """Put checkpoint tensors into a running vLLM model, in place, as vLLM loads a checkpoint.
+
+    Args:
+        model: vLLM's.
+        model_config: vLLM's.
+        tensors: By the checkpoint's names.
+        needs_all: Refuse to leave a parameter as it is.
+    """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
 
+    names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
     with torch.inference_mode():
         initialize_layerwise_reload(model)
-        model.load_weights(tensors)
+        loaded = model.load_weights(tensors)
         for name, _ in tensors:  # a loader that stops early would leave the rest unread
             raise WeightSyncError(f"the model did not take {name} and what follows it")
         finalize_layerwise_reload(model, model_config)
+    is_known = loaded is not None and model_config.quantization is None  # as vLLM checks a reload
+    missing = sorted(names - loaded) if needs_all and is_known else []
+    if missing:
+        raise WeightSyncError(
+            f"the engine lost its weights when it slept, and the push holds no {missing[0]} "
+            f"({len(missing)} of {len(names)} parameters are missing)"
+        )

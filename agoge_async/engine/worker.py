@@ -53,14 +53,20 @@ class WorkerExtension:
         """Whether the push is here, whole."""
         return self._agoge_receiver is not None and self._agoge_receiver.is_ready
 
-    def agoge_load_push(self) -> dict[str, float]:
-        """Put the push into the model; gives the seconds it took."""
+    def agoge_load_push(self, weights_are_lost: bool) -> dict[str, float]:
+        """Put the push into the model; gives the seconds it took.
+
+        Args:
+            weights_are_lost: The model holds none that the push could leave as they are.
+        """
         if self._agoge_receiver is None:
             raise RuntimeError("no push has begun")
         from agoge_async.engine.receiver import load_tensors
 
         worker: Any = self
-        put = functools.partial(load_tensors, worker.get_model(), worker.model_config)
+        put = functools.partial(
+            load_tensors, worker.get_model(), worker.model_config, needs_all=weights_are_lost
+        )
         return self._agoge_receiver.load(put)
 
     def agoge_abort_push(self) -> str | None:
