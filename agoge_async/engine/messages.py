@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+MEMORY_TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's names of what a sleeping engine gives back, in the order in which it takes it again."""
+
 
 class CallKind(StrEnum):
     """What a `Call` asks for, and what its replies hold."""
@@ -87,7 +90,7 @@ class Query(msgspec.Struct, frozen=True, tag="query", array_like=True):
 
 
 class CommandKind(StrEnum):
-    """A step of a push; the steps of one push come in this order."""
+    """The steps of a push, in their order; then what an engine's sleep takes."""
 
     BEGIN = "begin"
     """Receive: the body is a manifest. Touches nothing."""
@@ -103,9 +106,16 @@ class CommandKind(StrEnum):
     ABORT = "abort"
     """Give up what was begun and not loaded; answers with what went wrong here, if anything."""
 
+    END_REQUESTS = "end_requests"
+    """Have the requests that run end with what they have."""
+    SLEEP = "sleep"
+    """Give memory back: the body is the level. Requests that come from now on wait."""
+    WAKE_UP = "wake_up"
+    """Take memory again: the body is a list of tags. Generates once it has all."""
+
 
 class Command(msgspec.Struct, frozen=True, tag="command", array_like=True):
-    """Parent to child, control: do a step of a push."""
+    """Parent to child, control: do this, after what was commanded before."""
 
     id: int
     kind: CommandKind
@@ -129,6 +139,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Where each process that holds a part of the weights has it: "cpu", or a GPU's UUID."""
     dtype: str
     """Of the weights, by torch's name."""
+    no_sleep: str | None
+    """Why it can't give its memory back; None: it can."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):

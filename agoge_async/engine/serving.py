@@ -31,6 +31,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -172,6 +173,7 @@ class Serving:
         )
         self._id_prefix = uuid.uuid4().hex[:12]  # ids of other engines, and of restarts, differ
         self._version = 0
+        self._is_awake = True
         self._default_sampling = engine.model_config.get_diff_sampling_param()
 
     async def info(self) -> EngineInfo:
@@ -185,7 +187,16 @@ class Serving:
             has_tool_parser=self._spec.tool_call_parser is not None,
             devices=tuple(devices),
             dtype=str(config.dtype).removeprefix("torch."),
+            no_sleep=self._why_no_sleep(),
         )
+
+    def _why_no_sleep(self) -> str | None:
+        if not current_platform.is_sleep_mode_available():  # vLLM would do as if it slept
+            platform = current_platform.device_type.upper()
+            return f"sleep is not supported on the {platform}, where vLLM frees no memory"
+        if not self._engine.model_config.enable_sleep_mode:
+            return "it was started without sleep mode; set engine_args: {enable_sleep_mode: true}"
+        return None
 
     async def warm_up(self) -> None:
         """Generate one token, so that the first caller doesn't pay for what vLLM does lazily."""
@@ -212,9 +223,7 @@ class Serving:
         self._engine.shutdown(timeout=CORE_EXIT_S)
 
     async def obey(self, command: Command) -> str:
-        """Do a step of a push; gives what it has to tell, as JSON."""
-        if command.kind is CommandKind.BEGIN:
-            return await self._begin_push(command.body)
+        """Carry out a command; gives what it has to tell, as JSON."""
         if command.kind is CommandKind.READY:
             return await self._wait_for_push()
         if command.kind is CommandKind.LOAD:
@@ -222,21 +231,29 @@ class Serving:
         if command.kind is CommandKind.COMPARE:
             found = await self._engine.collective_rpc("agoge_compare_push")
             return json.dumps({key: _union(worker[key] for worker in found) for key in found[0]})
-        if command.kind is CommandKind.COMMIT:
-            await self._engine.update_weight_version(str(self._version))
+        if command.kind is CommandKind.ABORT:
+            faults = await self._engine.collective_rpc("agoge_abort_push")
+            return json.dumps(next((fault for fault in faults if fault is not None), None))
+        if command.kind is CommandKind.BEGIN:
+            await self._begin_push(command.body)
+        elif command.kind is CommandKind.COMMIT:
+            await self._commit_push()
+        elif command.kind is CommandKind.END_REQUESTS:
+            await self._engine.pause_generation(mode="abort", clear_cache=False)
             await self._engine.resume_generation()
-            return "null"
-        faults = await self._engine.collective_rpc("agoge_abort_push")
-        return json.dumps(next((fault for fault in faults if fault is not None), None))
+        elif command.kind is CommandKind.SLEEP:
+            await self._sleep(int(command.body))
+        elif command.kind is CommandKind.WAKE_UP:
+            await self._wake_up(json.loads(command.body))
+        return "null"
 
-    async def _begin_push(self, manifest: str) -> str:
+    async def _begin_push(self, manifest: str) -> None:
         answers = await self._engine.collective_rpc("agoge_begin_push", args=(manifest,))
         nowhere = set.intersection(*map(set, answers))  # each worker may hold a part only
         if nowhere:
             raise ValueError(
                 f"its model has no place for {', '.join(sorted(nowhere))} of the trainer's model"
             )
-        return "null"
 
     async def _wait_for_push(self) -> str:
         while True:  # a worker has no way to call
@@ -256,6 +273,23 @@ class Serving:
         loads = await self._engine.collective_rpc("agoge_load_push")
         slowest = {name: max(load[name] for load in loads) for name in loads[0]}
         return json.dumps(slowest | {"pause_s": paused_s})
+
+    async def _commit_push(self) -> None:
+        await self._engine.update_weight_version(str(self._version))
+        if self._is_awake:  # else there is no KV cache to generate with
+            await self._engine.resume_generation()
+
+    async def _sleep(self, level: int) -> None:
+        self._is_awake = False
+        await self._engine.sleep(level, mode="wait")
+
+    async def _wake_up(self, tags: list[str]) -> None:
+        """Take memory again; with the last of it, vLLM generates again.
+
+        One tag a call: vLLM ignores all tags of a call when one of them is awake (0.32).
+        """
+        for tag in tags:
+            self._is_awake = await self._engine.wake_up([tag])
 
     @property
     def _cache_salt(self) -> str | None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from agoge_async import ParamSyncer, Router, TokenRequest, WeightSyncError
+from agoge_async import ParamSyncer, Router, TokenRequest, UnsupportedError, WeightSyncError
+from agoge_async.engine.messages import CommandKind
 from agoge_async.weights import frames
 from agoge_async.weights.groups import serve_store
 from tests.engine.test_parity import greedy
@@ -259,6 +260,68 @@ async def _until_state(replica, *states) -> None:
     with anyio.fail_after(90):
         while replica.status.state not in states:
             await anyio.sleep(0.05)
+
+
+async def test_an_engine_on_the_cpu_does_not_sleep(router):
+    """vLLM would do as if, and free nothing (0.32); it is refused, and goes on serving."""
+    with pytest.raises(UnsupportedError, match=r"tiny/0 can't sleep: .*not supported on the CPU"):
+        await router.sleep("tiny", level=2)
+    with pytest.raises(UnsupportedError, match="not supported on the CPU"):
+        await router.wake_up("tiny")
+    assert "serving" == router.statistics().models["tiny"].backends["tiny/0"].state
+    await sample(router)
+
+
+async def test_vllm_generates_when_all_is_awake_and_not_before(trained, policy, transformers_model):
+    """What the child does, as on a GPU: the CPU's worker frees nothing, the rest of vLLM is real.
+
+    A push between the two halves of a wake-up must not start generation: there is no cache yet.
+    """
+    replica = trained.pool("tiny").backends[0]
+    version = next_version(trained)
+    async with (
+        await ParamSyncer.connect(policy, [replica], timeout_s=60) as syncer,
+        anyio.create_task_group() as group,
+    ):
+        await replica.engine.command(CommandKind.SLEEP, "2", 30)
+        answers = []
+
+        async def ask() -> None:
+            answers.append(await sample(replica, temperature=0))
+
+        group.start_soon(ask)
+        await replica.engine.command(CommandKind.WAKE_UP, '["weights"]', 30)
+        await syncer.push(version=version)
+        with anyio.move_on_after(1):
+            await _until(lambda: answers)
+        assert [] == answers
+        await replica.engine.command(CommandKind.WAKE_UP, '["weights", "kv_cache"]', 30)
+    ids, _ = greedy((policy, transformers_model[1]), PROMPT, 20)
+    assert ids == answers[0].token_ids[: len(ids)]
+    assert [version] == [span.version for span in answers[0].policy_versions]
+
+
+async def test_requests_that_run_can_be_ended(trained):
+    """They answer with what they have, and the next one is served."""
+    choices = []
+
+    async def ask() -> None:
+        choices.append(await sample(trained, max_tokens=LONG, temperature=1))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(8):
+            group.start_soon(ask)
+        await _until_generating(trained)
+        for replica in trained.pool("tiny").backends:
+            await replica.engine.command(CommandKind.END_REQUESTS, "", 30)
+    assert ["abort"] * 8 == [choice.finish_reason for choice in choices]
+    assert all(0 < len(choice.token_ids) < LONG for choice in choices)
+    assert 20 == len((await sample(trained)).token_ids)
+
+
+async def _until(condition) -> None:
+    while not condition():
+        await anyio.sleep(0.01)
 
 
 async def _until_generating(router) -> None:
