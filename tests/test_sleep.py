@@ -76,7 +76,7 @@ async def push(local, version: int) -> None:
     """What `ParamSyncer` does with one engine."""
     local.weight_shape()
     await local.begin_push("{}", 1)
-    await local.load_push(version, "keep", 1)
+    await local.load_push(version, 1)
     await local.commit_push(version, 1)
 
 

@@ -157,8 +157,12 @@ class WeightTarget(Protocol):
         """Wait until the engine has all of the push, whole; touches nothing."""
         ...
 
-    async def load_push(self, version: int, mode: str, timeout_s: float) -> dict[str, float]:
-        """Hold generation and load what was received; gives seconds (pause_s, receive_s, load_s).
+    async def hold_push(self, mode: str, timeout_s: float) -> None:
+        """Hold generation; `mode` says what becomes of requests that run: wait, abort or keep."""
+        ...
+
+    async def load_push(self, version: int, timeout_s: float) -> dict[str, float]:
+        """Load what was received; gives seconds (receive_s, load_s).
 
         When it fails or is cancelled, the engine is torn and must be condemned.
         """
@@ -176,7 +180,10 @@ class WeightTarget(Protocol):
         ...
 
     async def abort_push(self, timeout_s: float) -> str | None:
-        """Give up what was begun and not loaded; gives what went wrong in the engine, if it did."""
+        """Give up what was begun and not loaded, and generate again.
+
+        Gives what went wrong in the engine, if anything did.
+        """
         ...
 
     def condemn(self, cause: str) -> None:

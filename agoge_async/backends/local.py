@@ -29,7 +29,6 @@ from agoge_async.engine.messages import (
     CommandKind,
     EngineSpec,
     FaultKind,
-    LoadOrder,
     Reply,
     ReplyKind,
     decode_fault,
@@ -241,13 +240,20 @@ class LocalBackend(Backend):
         """
         await self.engine.command(CommandKind.READY, "", timeout_s)
 
-    async def load_push(self, version: int, mode: str, timeout_s: float) -> dict[str, float]:
-        """Hold generation and load what was received; gives seconds (pause_s, receive_s, load_s).
+    async def hold_push(self, mode: str, timeout_s: float) -> None:
+        """Hold generation; `mode` says what becomes of requests that run: wait, abort or keep.
+
+        Raises:
+            EngineError: It is dead, or requests still run after `timeout_s`.
+        """
+        await self.engine.command(CommandKind.HOLD, mode, timeout_s)
+
+    async def load_push(self, version: int, timeout_s: float) -> dict[str, float]:
+        """Load what was received; gives seconds (receive_s, load_s).
 
         When it fails or is cancelled, the engine is torn and must be condemned.
         """
-        body = msgspec.json.encode(LoadOrder(version, mode)).decode()
-        answer = await self.engine.command(CommandKind.LOAD, body, timeout_s)
+        answer = await self.engine.command(CommandKind.LOAD, str(version), timeout_s)
         return msgspec.json.decode(answer, type=dict[str, float])
 
     async def compare_push(self, timeout_s: float) -> tuple[list[str], list[str]]:
@@ -268,7 +274,10 @@ class LocalBackend(Backend):
         self._set_status(memory.state, self._status.restarts, None)
 
     async def abort_push(self, timeout_s: float) -> str | None:
-        """Give up what was begun and not loaded; gives what went wrong in the engine, if it did."""
+        """Give up what was begun and not loaded, and generate again.
+
+        Gives what went wrong in the engine, if anything did.
+        """
         memory = self._running()
         memory.end_push(is_committed=False)
         answer = await memory.engine.command(CommandKind.ABORT, "", timeout_s)

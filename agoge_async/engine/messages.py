@@ -96,15 +96,19 @@ class CommandKind(StrEnum):
     """Receive: the body is a manifest. Touches nothing."""
     READY = "ready"
     """Answer when the push is received and whole. Touches nothing."""
+    HOLD = "hold"
+    """Hold generation; the body says what becomes of requests that run: wait (they finish), abort
+    (they end with what they have) or keep (they go on afterwards)."""
     LOAD = "load"
-    """Hold generation as the body says, wait for the push, put it into the model."""
+    """Put the push into the model, as it comes if it isn't here yet; the body is its version."""
     COMPARE = "compare"
     """In place of LOAD: compare what was received with the model; answers with the names that
     differ, and those that can't be compared."""
     COMMIT = "commit"
     """Generate with it, under its version."""
     ABORT = "abort"
-    """Give up what was begun and not loaded; answers with what went wrong here, if anything."""
+    """Give up what was begun and not loaded, and generate again; overtakes the steps before LOAD.
+    Answers with what went wrong here, if anything."""
 
     END_REQUESTS = "end_requests"
     """Have the requests that run end with what they have."""
@@ -171,15 +175,6 @@ class CommandDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
     id: int
     body: str
     error: str | None = None
-
-
-class LoadOrder(msgspec.Struct, frozen=True):
-    """The body of a LOAD."""
-
-    version: int
-    mode: str
-    """What becomes of requests that run: wait (they finish), abort (they end with what they have)
-    or keep (they go on afterwards)."""
 
 
 ToChildData = Call

@@ -12,10 +12,9 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any
 
-import msgspec
 import vllm
 from pydantic import ValidationError
 from vllm import SamplingParams
@@ -47,7 +46,6 @@ from agoge_async.engine.messages import (
     EngineSpec,
     Fault,
     FaultKind,
-    LoadOrder,
     ReplyKind,
     encode_json,
 )
@@ -173,6 +171,9 @@ class Serving:
         )
         self._id_prefix = uuid.uuid4().hex[:12]  # ids of other engines, and of restarts, differ
         self._version = 0
+        self._holds = 0
+        """How often generation was held for other weights."""
+        self._is_held = False
         self._is_awake = True
         self._default_sampling = engine.model_config.get_diff_sampling_param()
 
@@ -224,28 +225,19 @@ class Serving:
 
     async def obey(self, command: Command) -> str:
         """Carry out a command; gives what it has to tell, as JSON."""
-        if command.kind is CommandKind.READY:
-            return await self._wait_for_push()
-        if command.kind is CommandKind.LOAD:
-            return await self._load_push(msgspec.json.decode(command.body, type=LoadOrder))
-        if command.kind is CommandKind.COMPARE:
-            found = await self._engine.collective_rpc("agoge_compare_push")
-            return json.dumps({key: _union(worker[key] for worker in found) for key in found[0]})
-        if command.kind is CommandKind.ABORT:
-            faults = await self._engine.collective_rpc("agoge_abort_push")
-            return json.dumps(next((fault for fault in faults if fault is not None), None))
-        if command.kind is CommandKind.BEGIN:
-            await self._begin_push(command.body)
-        elif command.kind is CommandKind.COMMIT:
-            await self._commit_push()
-        elif command.kind is CommandKind.END_REQUESTS:
-            await self._engine.pause_generation(mode="abort", clear_cache=False)
-            await self._engine.resume_generation()
-        elif command.kind is CommandKind.SLEEP:
-            await self._sleep(int(command.body))
-        elif command.kind is CommandKind.WAKE_UP:
-            await self._wake_up(json.loads(command.body))
-        return "null"
+        steps: dict[CommandKind, Callable[[str], Awaitable[object]]] = {
+            CommandKind.BEGIN: self._begin_push,
+            CommandKind.READY: self._wait_for_push,
+            CommandKind.HOLD: self._hold,
+            CommandKind.LOAD: self._load_push,
+            CommandKind.COMPARE: self._compare_push,
+            CommandKind.COMMIT: self._commit_push,
+            CommandKind.ABORT: self._abort_push,
+            CommandKind.END_REQUESTS: self._end_requests,
+            CommandKind.SLEEP: self._sleep,
+            CommandKind.WAKE_UP: self._wake_up,
+        }
+        return json.dumps(await steps[command.kind](command.body))
 
     async def _begin_push(self, manifest: str) -> None:
         answers = await self._engine.collective_rpc("agoge_begin_push", args=(manifest,))
@@ -255,46 +247,66 @@ class Serving:
                 f"its model has no place for {', '.join(sorted(nowhere))} of the trainer's model"
             )
 
-    async def _wait_for_push(self) -> str:
+    async def _wait_for_push(self, _: str) -> None:
         while True:  # a worker has no way to call
             if all(await self._engine.collective_rpc("agoge_push_is_ready")):
-                return "null"
+                return
             await asyncio.sleep(READY_POLL_S)
 
-    async def _load_push(self, order: LoadOrder) -> str:
-        """Hold generation and put the push that was begun into the model.
+    async def _hold(self, mode: str) -> None:
+        """Hold generation.
 
-        Requests that come from now on don't share cached prefixes with older ones.
+        Requests that come from now on don't share cached prefixes with older ones: they may be
+        answered by other weights. vLLM finds no prefix that was cached under another salt.
         """
-        self._version = order.version
-        held = time.monotonic()
-        await self._engine.pause_generation(mode=order.mode, clear_cache=False)
-        paused_s = time.monotonic() - held
+        self._holds += 1
+        self._is_held = True
+        await self._engine.pause_generation(mode=mode, clear_cache=False)
+
+    async def _load_push(self, version: str) -> dict[str, float]:
+        self._version = int(version)
         loads = await self._engine.collective_rpc("agoge_load_push")
-        slowest = {name: max(load[name] for load in loads) for name in loads[0]}
-        return json.dumps(slowest | {"pause_s": paused_s})
+        return {name: max(load[name] for load in loads) for name in loads[0]}
 
-    async def _commit_push(self) -> None:
+    async def _compare_push(self, _: str) -> dict[str, list[str]]:
+        found = await self._engine.collective_rpc("agoge_compare_push")
+        return {key: _union(worker[key] for worker in found) for key in found[0]}
+
+    async def _commit_push(self, _: str) -> None:
         await self._engine.update_weight_version(str(self._version))
-        if self._is_awake:  # else there is no KV cache to generate with
+        await self._let_go()
+
+    async def _abort_push(self, _: str) -> str | None:
+        faults = await self._engine.collective_rpc("agoge_abort_push")
+        await self._let_go()
+        return next((fault for fault in faults if fault is not None), None)
+
+    async def _let_go(self) -> None:
+        """Generate again; an engine that is asleep has no KV cache to do it with."""
+        if self._is_held and self._is_awake:
             await self._engine.resume_generation()
+        self._is_held = False
 
-    async def _sleep(self, level: int) -> None:
+    async def _end_requests(self, _: str) -> None:
+        await self._engine.pause_generation(mode="abort", clear_cache=False)
+        await self._engine.resume_generation()
+
+    async def _sleep(self, level: str) -> None:
         self._is_awake = False
-        await self._engine.sleep(level, mode="wait")
+        await self._engine.sleep(int(level), mode="wait")
 
-    async def _wake_up(self, tags: list[str]) -> None:
+    async def _wake_up(self, tags: str) -> None:
         """Take memory again; with the last of it, vLLM generates again.
 
         One tag a call: vLLM ignores all tags of a call when one of them is awake (0.32).
         """
-        for tag in tags:
+        for tag in json.loads(tags):
             self._is_awake = await self._engine.wake_up([tag])
 
     @property
     def _cache_salt(self) -> str | None:
         """Part of the key of each cached prefix: one that other weights made is not found."""
-        return f"weights-{self._version}" if self._version else None
+        return f"weights-{self._holds}" if self._holds else None
 
     def answer(self, call: Call) -> AsyncGenerator[tuple[ReplyKind, bytes], None]:
         """Answer a call with pieces, the last of which is a RESULT; faults are raised."""
@@ -311,7 +323,7 @@ class Serving:
             "return_token_ids": True,
             "stream": streams,
         }
-        if self._version:
+        if self._holds:
             fields["cache_salt"] = "/".join(
                 filter(None, [self._cache_salt, fields.get("cache_salt")])
             )

@@ -265,11 +265,13 @@ class ParamSyncer:
         manifest = await self._prepare(push, is_staged=self._options.staged)
         if manifest.is_staged:
             sent = await self._transfer(hub, push, manifest)
+            await self._hold(push)
             push.doing = "loading"
             loads = await push.load()
         else:
             push.doing = "telling the engines to receive"
             await push.begin(manifest)
+            await self._hold(push)
             push.doing = "sending and loading"
             sent, loads = await await_both(self._send_with_all(hub, push, manifest), push.load())
         push.doing = "committing"
@@ -316,6 +318,10 @@ class ParamSyncer:
         self._snapshot = None
         return await anyio.to_thread.run_sync(self._plan, engines, push.version, is_staged)
 
+    async def _hold(self, push: EnginePush) -> None:
+        push.doing = "waiting for requests to end" if self._options.mode == "wait" else "holding"
+        await push.hold()
+
     async def _transfer(self, hub: Hub, push: EnginePush, manifest: Manifest) -> list[Sent]:
         """Bring everything to all engines; none of them is touched."""
         if manifest.route.is_live:
@@ -349,6 +355,7 @@ class ParamSyncer:
                 async with deadline(options.timeout_s, push):
                     await push.begin(manifest)
                     await push.wait_ready()
+                    await push.hold()
                     await push.load()
                     await push.commit()
             except (WeightSyncError, BackendError) as error:

@@ -68,7 +68,7 @@ async def test_engines_answer_with_the_weights_that_were_pushed(
         assert [(version, 0, 20)] == [(s.version, s.start, s.end) for s in choice.policy_versions]
     assert 2 == record.num_engines
     waits_first = staged or transport == "shm"
-    assert record.control_calls == 2 * (4 if waits_first else 3)
+    assert record.control_calls == 2 * (5 if waits_first else 4)
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "drain"])

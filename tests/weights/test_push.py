@@ -81,8 +81,11 @@ class Target:
         while not self._receiver.is_ready:
             await anyio.sleep(0.001)
 
-    async def load_push(self, version: int, mode: str, timeout_s: float) -> dict[str, float]:
-        self.calls.append(f"load {mode}")
+    async def hold_push(self, mode: str, timeout_s: float) -> None:
+        self.calls.append(f"hold {mode}")
+
+    async def load_push(self, version: int, timeout_s: float) -> dict[str, float]:
+        self.calls.append("load")
         return await anyio.to_thread.run_sync(self._receiver.load, self._put)
 
     async def compare_push(self, timeout_s: float) -> tuple[list[str], list[str]]:
@@ -165,13 +168,13 @@ async def test_every_target_gets_every_tensor(kind, staged, gather):
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
-async def test_a_target_is_called_four_times_a_push(kind):
+async def test_a_target_is_called_five_times_a_push(kind):
     """open-instruct#1535: two hundred calls a push; here their number knows no parameters."""
     async with connected(Tied(), 2, transport=kind, bucket_bytes=64) as (syncer, targets):
         record = await syncer.push(version=1)
         for target in targets:
-            assert ["begin", "ready", "load keep", "commit"] == target.calls
-    assert 8 == record.control_calls
+            assert ["begin", "ready", "hold keep", "load", "commit"] == target.calls
+    assert 10 == record.control_calls
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -357,7 +360,7 @@ async def test_versions_grow():
         await syncer.push(version=3)
         with pytest.raises(WeightSyncError, match="version 3 already; versions must grow"):
             await syncer.push(version=3)
-        assert ["begin", "ready", "load keep", "commit"] == target.calls
+        assert ["begin", "ready", "hold keep", "load", "commit"] == target.calls
         await syncer.push(version=4)
 
 
