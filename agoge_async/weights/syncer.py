@@ -120,7 +120,7 @@ class ParamSyncer:
         gather: str = "bucketed",
         transport: Literal["auto", "gloo", "nccl", "shm", "cuda_ipc", "disk"] = "auto",
         sources: Literal["rank0", "round_robin"] = "rank0",
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = 16 << 20,
         mode: Literal["keep", "abort", "drain"] = "keep",
         staged: bool = True,
         check_digests: bool = True,

@@ -105,6 +105,62 @@ async def test_a_push_while_requests_run(trained, policy, mode):
             assert (count < LONG) == (mode == "abort")
 
 
+async def test_requests_that_do_not_end_in_time_fail_the_push_alone(trained, policy):
+    """prime-rl#1119, #3016: an engine that was paused for a push that never came stood still.
+
+    They go on to their end; nothing is restarted, and the next push finds everything as it was.
+    """
+    pids = [replica.engine.pid for replica in trained.pool("tiny").backends]
+    version = next_version(trained)
+    lengths = []
+
+    async def ask() -> None:
+        choice = await sample(trained, max_tokens=1000, temperature=1, timeout_s=120)
+        lengths.append(len(choice.token_ids))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(8):
+            group.start_soon(ask)
+        await _until_generating(trained)
+        async with await ParamSyncer.connect(
+            policy, trained, model="tiny", mode="drain", timeout_s=1
+        ) as syncer:
+            with pytest.raises(
+                WeightSyncError, match="while waiting for requests to end"
+            ) as caught:
+                await syncer.push(version=version)
+        assert caught.value.culprit in {"tiny/0", "tiny/1"}
+    assert [1000] * 8 == lengths
+    assert pids == [replica.engine.pid for replica in trained.pool("tiny").backends]
+    async with await ParamSyncer.connect(policy, trained, model="tiny", timeout_s=60) as syncer:
+        await syncer.push(version=version)
+    assert [version] == [span.version for span in (await sample(trained)).policy_versions]
+
+
+async def test_prefixes_that_old_weights_cached_are_not_found(trained, policy, transformers_model):
+    """NeMo-RL#4018, prime-rl#2270, trl#6765: stale for up to 17 pushes; a version is in the key."""
+    replica = trained.pool("tiny").backends[0]
+    prompt = [*range(97, 107)] * 60
+    version = next_version(trained)
+
+    async def ask():
+        request = TokenRequest(model="tiny", prompt_token_ids=prompt, max_tokens=1, logprobs=0)
+        response = await replica.generate(request)
+        cached = response.usage.prompt_tokens_details.cached_tokens
+        return cached, response.choices[0].logprobs[0], response.choices[0].token_ids[0]
+
+    await ask()
+    assert (await ask())[0] > 400
+    async with await ParamSyncer.connect(policy, trained, model="tiny", timeout_s=60) as syncer:
+        await syncer.push(version=version)
+    cached, logprob, token = await ask()
+    assert 0 == cached
+    with torch.no_grad():
+        scores = policy(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    assert scores[token].item() == pytest.approx(logprob, abs=1e-4)
+    assert (await ask())[0] > 400
+
+
 def flip(frame) -> None:
     """Damage a message."""
     frame[5] ^= 1

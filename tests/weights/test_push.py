@@ -236,6 +236,51 @@ async def test_a_load_that_fails_condemns_every_target(kind):
         assert_equal(model, targets[1].weights)
 
 
+async def test_requests_that_do_not_end_fail_the_push_and_leave_the_targets_alone():
+    """Nothing was touched: no target is ended, and all generate again."""
+    model = Tied()
+    async with connected(model, 2, timeout_s=1.0, mode="drain") as (syncer, targets):
+        hold = targets[1].hold_push
+        targets[1].hold_push = lambda *_: anyio.sleep_forever()
+        with pytest.raises(
+            WeightSyncError, match=r"while waiting for requests to end: .*engine/1 did not answer"
+        ) as caught:
+            await syncer.push(version=1)
+        assert "engine/1" == caught.value.culprit
+        for target in targets:
+            assert target.condemned is None
+            assert "abort" == target.calls[-1]
+        targets[1].hold_push = hold
+        await syncer.push(version=1)
+        assert_equal(model, targets[1].weights)
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+async def test_what_is_sent_is_a_copy(kind, monkeypatch):
+    """trl#6765: views of parameters outlived the gather, and the trainer wrote into them."""
+    model = Tied()
+    pushed = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seal = frames.seal
+
+    def seal_and_change(frame, checksum, stamp):
+        seal(frame, checksum, stamp)
+        if not left.pop():
+            change(model)
+
+    async with connected(model, transport=kind) as (syncer, [target]):
+        left = [False]
+        with monkeypatch.context() as patched:
+            patched.setattr("agoge_async.weights.sending.seal", lambda *a: left.append(seal(*a)))
+            await syncer.push(version=1)
+        num_messages = len(left) - 1
+        left = [*range(num_messages)]  # the last one finds a zero
+        monkeypatch.setattr("agoge_async.weights.sending.seal", seal_and_change)
+        await syncer.push(version=2)
+        assert not torch.equal(model.scale, pushed["scale"])
+        for name, tensor in pushed.items():
+            assert torch.equal(tensor, target.weights[name]), name
+
+
 async def test_a_target_that_hangs_fails_the_push_by_its_deadline():
     """NeMo-RL#3472: the next sync blocked for ever."""
     async with connected(Tied(), timeout_s=1.0, transport="shm") as (syncer, [target]):
