@@ -365,7 +365,7 @@ class ParamSyncer:
 
     async def _collect(self, hub: Hub, push: EnginePush) -> None:
         """Have every rank join, with the same model."""
-        push.doing = "waiting for the other ranks to call it"
+        push.doing = "waiting for the other ranks to come"
         joined: dict[int, Joined] = {}
         ranks = range(1, rank_and_size()[1])
 

@@ -193,9 +193,9 @@ def at_bucket(index, act):
     count = itertools.count()
 
     def seal(frame, checksum, stamp):
-        frames.seal(frame, checksum, stamp)
         if next(count) == index:
             act(frame)
+        frames.seal(frame, checksum, stamp)
 
     return seal
 

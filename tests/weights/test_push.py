@@ -205,8 +205,8 @@ async def test_a_damaged_message_is_found_before_anything_is_loaded(kind, monkey
     seal = frames.seal
 
     def damage(frame, checksum, stamp):
-        seal(frame, checksum, stamp)
         frame[1] ^= 4
+        seal(frame, checksum, stamp)
 
     async with connected(model, 2, transport=kind) as (syncer, targets):
         monkeypatch.setattr("agoge_async.weights.sending.seal", damage)
