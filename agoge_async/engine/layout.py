@@ -114,9 +114,11 @@ def map_layout(
             raise WeightSyncError(f"the engine's model did not take {name} and what follows it")
         shapes = {place: tuple(tensor.shape) for place, tensor in parameters.items()}
     _add_shared(model, recorder.places, shapes)
+    layout = Layout(recorder.places, shapes)
+    _check_apart(layout, aliases)
     if not may_lack:
-        _check_filled(recorder, shapes)
-    return Layout(recorder.places, shapes)
+        _check_filled(layout, recorder.filled)
+    return layout
 
 
 def compare(model: Any, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
@@ -260,23 +262,51 @@ def _add_shared(
                         held.append(twin)
 
 
-def _check_filled(recorder: _Recorder, shapes: dict[tuple[str, str], tuple[int, ...]]) -> None:
-    covered: dict[tuple[str, str], list[str]] = {}
-    for name, held in recorder.places.items():
-        for place in held:
-            covered.setdefault((place.module, place.parameter), []).append(name)
-    lacking = [owner for owner in shapes if owner not in covered]
+def _check_filled(layout: Layout, filled: dict[tuple[str, str], int]) -> None:
+    """Refuse what would leave a part of the model as it was.
+
+    Args:
+        layout: What would be loaded.
+        filled: Elements that loaders would write, by parameter.
+    """
+    filling = _names_by_parameter(layout)
+    lacking = [".".join(owner) for owner in layout.shapes if owner not in filling]
     if lacking:
         raise WeightSyncError(
-            f"the trainer's model has nothing for the engine's {_listed(map('.'.join, lacking))}"
+            f"the trainer's model has nothing for the engine's {_listed(lacking)}"
         )
-    for owner, names in covered.items():
-        filled = recorder.filled.get(owner)  # not of one that only shares another's memory
-        if filled is not None and filled < torch.Size(shapes[owner]).numel():
+    for owner, names in filling.items():
+        written = filled.get(owner)  # none of one that only shares another's memory
+        if written is not None and written < torch.Size(layout.shapes[owner]).numel():
             raise WeightSyncError(
                 f"the trainer's model fills a part of the engine's {'.'.join(owner)} only: "
                 f"{_listed(names)}"
             )
+
+
+def _check_apart(layout: Layout, aliases: dict[str, str]) -> None:
+    """Refuse two tensors that would be loaded to the same place, where the last one would stay."""
+    for owner, names in _names_by_parameter(layout).items():
+        apart = {aliases.get(name, name) for name in names}
+        size = sum(
+            torch.Size(place.taken.size).numel()
+            for name in apart
+            for place in layout.places.get(name, ())
+            if (place.module, place.parameter) == owner
+        )
+        if size > torch.Size(layout.shapes[owner]).numel():
+            raise WeightSyncError(
+                f"the trainer has {_listed(sorted(apart))} apart, the engine has one tensor for "
+                f"them, {'.'.join(owner)}"
+            )
+
+
+def _names_by_parameter(layout: Layout) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, places in layout.places.items():
+        for place in places:
+            found.setdefault((place.module, place.parameter), []).append(name)
+    return found
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -265,6 +265,7 @@ class ParamSyncer:
         manifest = await self._prepare(push, is_staged=self._options.staged)
         if manifest.is_staged:
             sent = await self._transfer(hub, push, manifest)
+            transfer_s = time.monotonic() - started
             await self._hold(push)
             push.doing = "loading"
             loads = await push.load()
@@ -274,6 +275,7 @@ class ParamSyncer:
             await self._hold(push)
             push.doing = "sending and loading"
             sent, loads = await await_both(self._send_with_all(hub, push, manifest), push.load())
+            transfer_s = time.monotonic() - started
         push.doing = "committing"
         stall_s = await push.commit()
         await anyio.to_thread.run_sync(self._routes.committed, manifest)
@@ -289,6 +291,7 @@ class ParamSyncer:
             control_calls=push.control_calls,
             cast=self._source.cast(manifest.tensors),
             total_s=time.monotonic() - started,
+            transfer_s=transfer_s,
             gather_s=max(part.gather_s for part in sent),
             send_s=max(part.send_s for part in sent),
             load_s=max(load["load_s"] for load in loads),

@@ -31,8 +31,8 @@ def qwen2_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen2")
     config = Qwen2Config(
         vocab_size=272,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=128,
+        intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
