@@ -319,7 +319,8 @@ class ParamSyncer:
         push.doing = "waiting for the engines to serve"
         engines = await wait_for_engines(push)
         self._snapshot = None
-        return await anyio.to_thread.run_sync(self._plan, engines, push.version, is_staged)
+        plan = functools.partial(self._plan, engines, push.version, is_staged=is_staged)
+        return await anyio.to_thread.run_sync(plan)
 
     async def _hold(self, push: EnginePush) -> None:
         push.doing = "waiting for requests to end" if self._options.mode == "wait" else "holding"
@@ -415,9 +416,7 @@ class ParamSyncer:
         await await_all(own, *(functools.partial(other, rank) for rank in range(1, num_ranks)))
         return sent
 
-    def _plan(
-        self, engines: list[WeightShape], version: int, is_staged: bool
-    ) -> Manifest:  # a thread's
+    def _plan(self, engines: list[WeightShape], version: int, *, is_staged: bool) -> Manifest:
         options = self._options
         dtypes = {engine.dtype for engine in engines}
         if len(dtypes) > 1:

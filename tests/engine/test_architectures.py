@@ -12,6 +12,7 @@ from agoge_async.weights.groups import serve_store
 from tests.engine.conftest import TINY
 from tests.engine.test_parity import greedy
 
+pytestmark = pytest.mark.slow
 PROMPT = [*b"What is 2 plus 2?"]
 ENGINE_ARGS = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
 

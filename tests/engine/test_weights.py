@@ -165,6 +165,7 @@ def flip(frame) -> None:
     frame[5] ^= 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.may_leave("processes", "tasks", "descriptors", "shared memory")
 async def test_engines_that_were_torn_serve_again_after_a_whole_push(
@@ -259,6 +260,7 @@ async def test_verify_compares_what_engines_compute_with(trained, policy):
     assert not found.unchecked
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.may_leave("processes", "tasks", "descriptors", "shared memory")
 async def test_an_engine_that_is_killed_fails_the_push_and_comes_back(

@@ -67,6 +67,7 @@ def test_two_ranks_push_the_same_weights(pushes, stage):
         assert f"{stage} rank {rank}: {count} pushes" in pushes
 
 
+@pytest.mark.slow
 def test_three_ranks_gather_in_one_order():
     """trl#6797, #6798: with more than two ranks, gathers that were begun as needed hung."""
     code, output = torchrun(3, "3:bucketed,shards")
@@ -116,6 +117,7 @@ def faults() -> str:
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_fails_is_named_on_every_rank(faults, fault):
     """Within the deadline, and the next push succeeds; trl#5766, NeMo-RL#3472: the others hung."""
@@ -129,6 +131,7 @@ def test_a_rank_that_fails_is_named_on_every_rank(faults, fault):
     assert re.search(FAULTS[fault], said[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["dies in send", "dies in gather"])
 def test_a_rank_that_is_killed_is_named(fault):
     """The others learn at once who is gone."""
