@@ -402,12 +402,13 @@ class PeerExtension:
 
 async def push_as_peers(folder: Path, weights: Weights, repeats: int) -> list[Numbers]:
     """Call vLLM's `AsyncLLM` in this process once a parameter, while it generates."""
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.inputs import tokens_input
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     arguments = engine_args(folder) | {
         "worker_extension_cls": "weight_sync.PeerExtension",
         "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
