@@ -202,7 +202,12 @@ class LocalBackend(Backend):
         """
         info = self.engine.info
         assert info is not None
-        return WeightShape(incarnation=self.engine.pid, devices=info.devices, dtype=info.dtype)
+        return WeightShape(
+            incarnation=self.engine.pid,
+            devices=info.devices,
+            dtype=info.dtype,
+            max_lora_rank=info.max_lora_rank,
+        )
 
     async def begin_push(self, manifest: str, timeout_s: float) -> None:
         """Have the engine receive a push; touches nothing.

@@ -30,7 +30,6 @@ from agoge_async.engine.messages import (
     Cancel,
     Command,
     CommandDone,
-    EngineLoad,
     EngineSpec,
     Failed,
     Progress,
@@ -189,8 +188,7 @@ class Host:
             else:  # it overtook its call, or crossed with the answer
                 self._cancelled_early.add(message.id)
         elif isinstance(message, Query):
-            load = EngineLoad(message.id, len(self._tasks), self._serving.num_unfinished)
-            self._control.send(load)
+            self._control.send(self._serving.load(message.id, len(self._tasks)))
         elif isinstance(message, Command):
             self._commands.put_nowait(message)
         elif isinstance(message, Shutdown):

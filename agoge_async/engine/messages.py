@@ -92,9 +92,11 @@ class CommandKind(StrEnum):
     BEGIN = "begin"
     """Receive: the body is a manifest. Touches nothing."""
     READY = "ready"
-    """Answer when the push is received and whole. Touches nothing."""
+    """Answer when the push is received and whole; vLLM has an adapter then, too. Touches nothing
+    that serves."""
     LOAD = "load"
-    """Hold generation as the body says, wait for the push, put it into the model."""
+    """Hold generation as the body says, wait for the push, put it into the model. Nothing is left
+    to be done for an adapter."""
     COMPARE = "compare"
     """In place of LOAD: compare what was received with the model; answers with the names that
     differ, and those that can't be compared."""
@@ -129,6 +131,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Where each process that holds a part of the weights has it: "cpu", or a GPU's UUID."""
     dtype: str
     """Of the weights, by torch's name."""
+    max_lora_rank: int = 0
+    """0: the engine was started without LoRA."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -151,6 +155,8 @@ class EngineLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """Calls that the child is answering."""
     unfinished: int
     """Requests that vLLM has not finished."""
+    adapters: tuple[int, ...] = ()
+    """Versions of the LoRA adapters that vLLM has."""
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag="done", array_like=True):

@@ -13,6 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,12 +38,14 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from agoge_async.engine.adapters import Adapter, Adapters
 from agoge_async.engine.messages import (
     Call,
     CallKind,
     Command,
     CommandKind,
     EngineInfo,
+    EngineLoad,
     EngineSpec,
     Fault,
     FaultKind,
@@ -50,6 +53,7 @@ from agoge_async.engine.messages import (
     ReplyKind,
     encode_json,
 )
+from agoge_async.weights.manifest import decode_manifest
 
 WORKER_EXTENSION = "agoge_async.engine.worker.WorkerExtension"
 CORE_EXIT_S = 1.0
@@ -77,12 +81,15 @@ class _Tap:
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     first_token: float | None = None
 
-    def note(self, output: RequestOutput) -> None:
+    def note(self, output: RequestOutput, adapter: Adapter | None) -> None:
         if self.first_token is None:
             self.first_token = time.monotonic()
         for completion in output.outputs:
             if completion.weight_versions:  # on the last output of each choice
-                self.policy_versions[completion.index] = _spans(completion)
+                spans = _spans(completion)
+                if adapter is not None:
+                    spans = [{"version": adapter.version, "start": 0, "end": spans[-1]["end"]}]
+                self.policy_versions[completion.index] = spans
 
     def time_to_first_token_s(self) -> float | None:
         """Give it for an answer in pieces; of one that comes at once, vLLM tells only the end."""
@@ -90,10 +97,14 @@ class _Tap:
 
 
 class _TappedEngine:
-    """The engine as the serving classes see it; notes what they don't pass on."""
+    """The engine as the serving classes see it; notes what they don't pass on.
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    Has each request that begins use the current adapter.
+    """
+
+    def __init__(self, engine: AsyncLLM, adapters: Adapters) -> None:
         self._engine = engine
+        self._adapters = adapters
         self._taps: dict[str, _Tap] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -110,12 +121,16 @@ class _TappedEngine:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         tap = self._taps.get(request_id)
-        generator = self._engine.generate(prompt, sampling_params, request_id, **options)
-        async with contextlib.aclosing(generator):  # else the abort waits for garbage collection
-            async for output in generator:
-                if tap is not None:
-                    tap.note(output)
-                yield output
+        with self._adapters.use() as adapter:
+            if adapter is not None:
+                options["lora_request"] = adapter.request
+            generator = self._engine.generate(prompt, sampling_params, request_id, **options)
+            # Else the abort would wait for garbage collection.
+            async with contextlib.aclosing(generator):
+                async for output in generator:
+                    if tap is not None:
+                        tap.note(output, adapter)
+                    yield output
 
 
 def _spans(completion: CompletionOutput) -> list[dict[str, int]]:
@@ -147,7 +162,8 @@ class Serving:
     def __init__(self, engine: AsyncLLM, spec: EngineSpec) -> None:
         self._engine = engine
         self._spec = spec
-        self._tapped = _TappedEngine(engine)
+        self._adapters = Adapters(engine, spec.served_model, Path(spec.work_dir, "adapters"))
+        self._tapped = _TappedEngine(engine, self._adapters)
         template = load_chat_template(spec.chat_template)
         parsing: dict[str, Any] = {
             "request_logger": None,
@@ -178,6 +194,7 @@ class Serving:
         """Say what this engine is."""
         devices = await self._engine.collective_rpc("agoge_device")
         config = self._engine.model_config
+        lora = self._engine.vllm_config.lora_config
         return EngineInfo(
             max_model_len=config.max_model_len,
             vllm_version=vllm.__version__,
@@ -185,6 +202,7 @@ class Serving:
             has_tool_parser=self._spec.tool_call_parser is not None,
             devices=tuple(devices),
             dtype=str(config.dtype).removeprefix("torch."),
+            max_lora_rank=0 if lora is None else lora.max_lora_rank,
         )
 
     async def warm_up(self) -> None:
@@ -198,10 +216,10 @@ class Serving:
         """Whether EngineCore or a worker is gone."""
         return bool(self._engine.errored)
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that vLLM has not finished."""
-        return int(self._engine.get_num_unfinished_requests())
+    def load(self, query_id: int, num_calls: int) -> EngineLoad:
+        """Say how busy the engine is."""
+        unfinished = int(self._engine.get_num_unfinished_requests())
+        return EngineLoad(query_id, num_calls, unfinished, self._adapters.versions)
 
     def death_cause(self) -> str:
         """Say in one line why the engine is dead."""
@@ -223,13 +241,13 @@ class Serving:
             found = await self._engine.collective_rpc("agoge_compare_push")
             return json.dumps({key: _union(worker[key] for worker in found) for key in found[0]})
         if command.kind is CommandKind.COMMIT:
-            await self._engine.update_weight_version(str(self._version))
-            await self._engine.resume_generation()
-            return "null"
+            return await self._commit_push()
         faults = await self._engine.collective_rpc("agoge_abort_push")
+        await self._adapters.give_up()
         return json.dumps(next((fault for fault in faults if fault is not None), None))
 
     async def _begin_push(self, manifest: str) -> str:
+        await self._adapters.begin(decode_manifest(manifest))
         answers = await self._engine.collective_rpc("agoge_begin_push", args=(manifest,))
         nowhere = set.intersection(*map(set, answers))  # each worker may hold a part only
         if nowhere:
@@ -241,14 +259,20 @@ class Serving:
     async def _wait_for_push(self) -> str:
         while True:  # a worker has no way to call
             if all(await self._engine.collective_rpc("agoge_push_is_ready")):
-                return "null"
+                break
             await asyncio.sleep(READY_POLL_S)
+        if self._adapters.is_coming:
+            await self._adapters.load()
+        return "null"
 
     async def _load_push(self, order: LoadOrder) -> str:
         """Hold generation and put the push that was begun into the model.
 
-        Requests that come from now on don't share cached prefixes with older ones.
+        Requests that come from now on don't share cached prefixes with older ones. An adapter is
+        there already, and stands in nobody's way.
         """
+        if self._adapters.is_coming:
+            return json.dumps(self._adapters.seconds)
         self._version = order.version
         held = time.monotonic()
         await self._engine.pause_generation(mode=order.mode, clear_cache=False)
@@ -256,6 +280,14 @@ class Serving:
         loads = await self._engine.collective_rpc("agoge_load_push")
         slowest = {name: max(load[name] for load in loads) for name in loads[0]}
         return json.dumps(slowest | {"pause_s": paused_s})
+
+    async def _commit_push(self) -> str:
+        if self._adapters.is_coming:
+            self._adapters.adopt()
+            return "null"
+        await self._engine.update_weight_version(str(self._version))
+        await self._engine.resume_generation()
+        return "null"
 
     @property
     def _cache_salt(self) -> str | None:

@@ -59,7 +59,7 @@ def test_two_ranks_push_the_same_weights(stage, gathers):
     assert f"rank 1: {count} pushes" in output
 
 
-def test_two_ranks_push_a_model_with_its_adapter_merged():
+def test_two_ranks_push_a_model_with_its_adapter_merged_and_the_adapter_alone():
     """Under ZeRO-3 base and adapter are gathered together, a bucket at a time.
 
     trl#5766: merging gathered the whole model.
