@@ -19,7 +19,7 @@ AgogeError
       +-- EngineError            a local engine failed                        .log_tail
            +-- EngineStartError  it could not be started                      .cause
            +-- EngineDiedError   its process ended while it was needed        .exit_code
-           +-- EngineBusyError   a control call got no answer in time
+           +-- EngineBusyError   it can't take a control call now, or not in time
            +-- GenerationError   it failed this one request
 
 `retryable` on each class says whether another replica may succeed where this one failed. Every
@@ -209,7 +209,7 @@ class EngineDiedError(EngineError):
 
 
 class EngineBusyError(EngineError):
-    """An engine didn't answer a control call in time."""
+    """An engine can't take a control call now, or didn't answer it in time."""
 
 
 class GenerationError(EngineError):

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import anyio
 
-from agoge_async.backends.base import Backend
+from agoge_async.backends.base import Backend, SleepTarget, cannot_sleep
 from agoge_async.dispatch import ChatStream, Dispatcher, RecordHook
+from agoge_async.engine.messages import MEMORY_TAGS
 from agoge_async.errors import (
     AgogeError,
     ForkedProcessError,
@@ -34,6 +35,7 @@ from agoge_async.pool import Pool
 from agoge_async.progress import StartDisplay, batch_progress
 from agoge_async.requests import InferenceRequest, TokenRequest
 from agoge_async.responses import InferenceResponse, TokenResponse
+from agoge_async.tasks import await_all
 
 if TYPE_CHECKING:
     from agoge_async.config import ConfigSource
@@ -258,6 +260,75 @@ class Router:
             outcomes=dict(self._dispatcher.outcomes),
             models={name: pool.statistics() for name, pool in self._pools.items()},
         )
+
+    async def sleep(
+        self,
+        model: str,
+        *,
+        level: Literal[1, 2] = 1,
+        mode: Literal["drain", "abort"] = "drain",
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Have a model's engines give their GPUs' memory back, for a trainer on the same GPUs.
+
+        New requests wait in the router until `wake_up`; an engine that sleeps already stays as it
+        is. When one fails, the others may be asleep: `wake_up` wakes them.
+
+        Args:
+            model: Its name.
+            level: 1: the weights move to the host's memory. 2: they are dropped; the engines serve
+                again once they are awake and the next push is committed.
+            mode: What becomes of requests that run: `drain` (finish first), `abort` (end with what
+                they have).
+            timeout_s: How long requests may take to end; the engines stay awake when they don't.
+                How long an engine may take to sleep then.
+
+        Raises:
+            UnsupportedError: A backend of the model can't sleep; nothing was done.
+            EngineBusyError: Requests didn't end in time, or weights are being pushed.
+            BackendError: An engine isn't running, died or failed.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, got {level!r}")
+        if mode not in ("drain", "abort"):
+            raise ValueError(f"mode must be drain or abort, got {mode!r}")
+        targets = self._sleep_targets(model)
+        for target in targets:
+            target.check_sleep(level)
+        await await_all(*(functools.partial(t.sleep, level, mode, timeout_s) for t in targets))
+
+    async def wake_up(
+        self, model: str, *, tags: Sequence[str] | None = None, timeout_s: float = 300.0
+    ) -> None:
+        """Have a model's engines take back memory that they gave in `sleep`.
+
+        They serve again when they have all of it and, after level 2, new weights. To push weights
+        before the KV cache takes its memory: `tags=["weights"]`, push, `tags=["kv_cache"]`.
+
+        Args:
+            model: Its name.
+            tags: What to take: `weights`, `kv_cache`; None: both. What is awake stays so.
+            timeout_s: How long an engine may take.
+
+        Raises:
+            UnsupportedError: A backend of the model can't sleep.
+            EngineBusyError: Weights are being pushed, or an engine didn't answer in time.
+            BackendError: An engine died or failed; there may be too little memory.
+        """
+        chosen = MEMORY_TAGS if tags is None else tags
+        if not chosen or isinstance(chosen, str) or not set(chosen) <= set(MEMORY_TAGS):
+            raise ValueError(f"tags must be a list of {' and '.join(MEMORY_TAGS)}, got {tags!r}")
+        targets = self._sleep_targets(model)
+        await await_all(*(functools.partial(t.wake_up, chosen, timeout_s) for t in targets))
+
+    def _sleep_targets(self, model: str) -> list[SleepTarget]:
+        self._check_usable()
+        targets: list[SleepTarget] = []
+        for backend in self.pool(model).backends:
+            if not isinstance(backend, SleepTarget):
+                raise cannot_sleep(backend.name, "only local engines can")
+            targets.append(backend)
+        return targets
 
     async def chat(self, request: InferenceRequest) -> InferenceResponse:
         """Answer a chat request.

@@ -170,7 +170,7 @@ CONTROL = [
         ToParentControl,
         [
             Progress("loading the model"),
-            Ready(EngineInfo(2048, "0.32.0", False, True, 1, "float32")),
+            Ready(EngineInfo(2048, "0.32.0", False, True, ("cpu",), "float32", None)),
             Failed("ValueError: no memory"),
             EngineLoad(1, 2, 3),
         ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -31,6 +31,8 @@ class Capabilities:
     """Calls tools."""
     vision: bool = False
     """Understands images."""
+    sleep: bool = False
+    """Gives its GPU's memory back for a while."""
 
     def check_chat(self, request: InferenceRequest, backend: str) -> None:
         """Refuse a chat that needs what is missing.
@@ -61,6 +63,11 @@ class Capabilities:
             raise _unsupported(backend, "token_ids", "prompt_token_ids", "doesn't take token ids")
 
 
+def cannot_sleep(backend: str, why: str) -> UnsupportedError:
+    """Say why a backend can't give its GPU's memory back."""
+    return UnsupportedError(f"backend {backend} can't sleep: {why}", capability="sleep")
+
+
 def _unsupported(backend: str, capability: str, parameter: str, why: str) -> UnsupportedError:
     return UnsupportedError(f"backend {backend} {why}", capability=capability, parameter=parameter)
 
@@ -89,7 +96,8 @@ class BackendStatus:
     """How a backend is doing, for `Router.statistics()`."""
 
     state: str
-    """starting, serving, restarting, stale (waits for a push), failed or closed."""
+    """starting, serving, restarting, stale (waits for a push), asleep (waits for `wake_up`), failed
+    or closed."""
     restarts: int = 0
     error: AgogeError | None = None
     """Why it doesn't serve, where it doesn't."""
@@ -122,6 +130,8 @@ class WeightTarget(Protocol):
     """
 
     name: str
+    on_stale: Callable[[], None]
+    """Set by a `ParamSyncer`; called when an engine runs without what was pushed."""
 
     @property
     def status(self) -> BackendStatus:
@@ -149,8 +159,12 @@ class WeightTarget(Protocol):
         """Wait until the engine has all of the push, whole; touches nothing."""
         ...
 
-    async def load_push(self, version: int, mode: str, timeout_s: float) -> dict[str, float]:
-        """Hold generation and load what was received; gives seconds (pause_s, receive_s, load_s).
+    async def hold_push(self, mode: str, timeout_s: float) -> None:
+        """Hold generation; `mode` says what becomes of requests that run: wait, abort or keep."""
+        ...
+
+    async def load_push(self, version: int, timeout_s: float) -> dict[str, float]:
+        """Load what was received; gives seconds (receive_s, load_s).
 
         When it fails or is cancelled, the engine is torn and must be condemned.
         """
@@ -168,11 +182,36 @@ class WeightTarget(Protocol):
         ...
 
     async def abort_push(self, timeout_s: float) -> str | None:
-        """Give up what was begun and not loaded; gives what went wrong in the engine, if it did."""
+        """Give up what was begun and not loaded, and generate again.
+
+        Gives what went wrong in the engine, if anything did.
+        """
         ...
 
     def condemn(self, cause: str) -> None:
         """End an engine that was left in the middle of a load; it is restarted as a dead one is."""
+        ...
+
+
+@runtime_checkable
+class SleepTarget(Protocol):
+    """Something that gives its GPU's memory back; `Router.sleep` and `wake_up` say what each does.
+
+    Every method raises `UnsupportedError` where it can't, with the reason, or a `BackendError`.
+    """
+
+    name: str
+
+    def check_sleep(self, level: int) -> None:
+        """Refuse to sleep, where it can't now or never can."""
+        ...
+
+    async def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """Give memory back once nothing runs."""
+        ...
+
+    async def wake_up(self, tags: Collection[str], timeout_s: float) -> None:
+        """Take it again; does nothing for what is awake."""
         ...
 
 
@@ -207,7 +246,7 @@ class Backend(ABC):
     @property
     def may_serve_later(self) -> bool:
         """Whether waiting for it makes sense."""
-        return self.status.state in {"starting", "restarting", "stale"}
+        return self.status.state in {"starting", "restarting", "stale", "asleep"}
 
     @abstractmethod
     async def run(self, started: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ One `LocalBackend` is one replica: it owns one `EngineProcess` at a time, in the
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,14 +15,20 @@ import anyio
 import msgspec
 from pydantic import ValidationError
 
-from agoge_async.backends.base import Backend, BackendStatus, Capabilities, WeightShape
+from agoge_async.backends.base import (
+    Backend,
+    BackendStatus,
+    Capabilities,
+    WeightShape,
+    cannot_sleep,
+)
 from agoge_async.engine.devices import make_work_dir
+from agoge_async.engine.memory import EngineMemory
 from agoge_async.engine.messages import (
     CallKind,
     CommandKind,
     EngineSpec,
     FaultKind,
-    LoadOrder,
     Reply,
     ReplyKind,
     decode_fault,
@@ -104,20 +110,24 @@ class LocalBackend(Backend):
         self._restart = restart or RestartPolicy()
         self._start_slots = start_slots or anyio.Semaphore(1)
         self._report = on_progress
-        self._engine: EngineProcess | None = None
+        self._memory: EngineMemory | None = None
         self._status = BackendStatus(state="starting")
         self._version = 0
+        self.on_stale: Callable[[], None] = lambda: None
+        """Set by a `ParamSyncer`; called when an engine runs without the weights of the last push.
+        """
 
     @property
     def capabilities(self) -> Capabilities:
         """What the engine can do, as it said when it started."""
-        info = self._engine.info if self._engine is not None else None
+        info = self._memory.engine.info if self._memory is not None else None
         return Capabilities(
             token_ids=True,
             logprobs=True,
             versions=True,
             tools=info is not None and info.has_tool_parser,
             vision=info is not None and info.is_multimodal,
+            sleep=info is not None and info.no_sleep is None,
         )
 
     @property
@@ -132,9 +142,12 @@ class LocalBackend(Backend):
         Raises:
             NoReplicaError: None does.
         """
-        if self._engine is None:
+        return self._running().engine
+
+    def _running(self) -> EngineMemory:
+        if self._memory is None:
             raise NoReplicaError(f"replica {self.name} has no engine now", backend=self.name)
-        return self._engine
+        return self._memory
 
     async def run(self, started: Callable[[], None]) -> None:
         """Keep an engine running until cancelled.
@@ -174,19 +187,21 @@ class LocalBackend(Backend):
                 raise
             return error, 0.0
         served_from = anyio.current_time()
-        self._engine = engine
+        # A restarted engine holds the weights of its checkpoint, not those that were pushed.
+        self._memory = EngineMemory(engine, self._show_state, is_stale=self._version > 0)
         try:
             logger.info(
                 "%s: serving with vLLM %s, pid %s", self.name, info.vllm_version, engine.pid
             )
-            # A restarted engine holds the weights of its checkpoint, not those that were pushed.
-            self._set_status("stale" if self._version else "serving", total_restarts, None)
+            self._set_status(self._memory.state, total_restarts, None)
             started()
+            if self._version:
+                self.on_stale()
             await engine.wait_gone()
             self._set_status("restarting", total_restarts, None)
             return await engine.bury(), anyio.current_time() - served_from
         finally:
-            self._engine = None
+            self._memory = None
             await engine.aclose()
 
     @property
@@ -199,7 +214,9 @@ class LocalBackend(Backend):
 
         Raises:
             NoReplicaError: None runs now.
+            WeightSyncError: They are asleep.
         """
+        self._running().check_push()
         info = self.engine.info
         assert info is not None
         return WeightShape(
@@ -216,6 +233,7 @@ class LocalBackend(Backend):
             WeightSyncError: It refuses.
             EngineError: It is dead, or doesn't answer.
         """
+        self._running().begin_push()
         await self.engine.command(CommandKind.BEGIN, manifest, timeout_s)
 
     async def wait_push(self, timeout_s: float) -> None:
@@ -227,13 +245,20 @@ class LocalBackend(Backend):
         """
         await self.engine.command(CommandKind.READY, "", timeout_s)
 
-    async def load_push(self, version: int, mode: str, timeout_s: float) -> dict[str, float]:
-        """Hold generation and load what was received; gives seconds (pause_s, receive_s, load_s).
+    async def hold_push(self, mode: str, timeout_s: float) -> None:
+        """Hold generation; `mode` says what becomes of requests that run: wait, abort or keep.
+
+        Raises:
+            EngineError: It is dead, or requests still run after `timeout_s`.
+        """
+        await self.engine.command(CommandKind.HOLD, mode, timeout_s)
+
+    async def load_push(self, version: int, timeout_s: float) -> dict[str, float]:
+        """Load what was received; gives seconds (receive_s, load_s).
 
         When it fails or is cancelled, the engine is torn and must be condemned.
         """
-        body = msgspec.json.encode(LoadOrder(version, mode)).decode()
-        answer = await self.engine.command(CommandKind.LOAD, body, timeout_s)
+        answer = await self.engine.command(CommandKind.LOAD, str(version), timeout_s)
         return msgspec.json.decode(answer, type=dict[str, float])
 
     async def compare_push(self, timeout_s: float) -> tuple[list[str], list[str]]:
@@ -246,21 +271,62 @@ class LocalBackend(Backend):
         return found["differing"], found["unchecked"]
 
     async def commit_push(self, version: int, timeout_s: float) -> None:
-        """Serve with what was loaded."""
-        await self.engine.command(CommandKind.COMMIT, "", timeout_s)
+        """Serve with what was loaded, once it is awake."""
+        memory = self._running()
+        await memory.engine.command(CommandKind.COMMIT, "", timeout_s)
+        memory.end_push(is_committed=True)
         self._version = version
-        self._set_status("serving", self._status.restarts, None)
+        self._set_status(memory.state, self._status.restarts, None)
 
     async def abort_push(self, timeout_s: float) -> str | None:
-        """Give up what was begun and not loaded; gives what went wrong in the engine, if it did."""
-        answer = await self.engine.command(CommandKind.ABORT, "", timeout_s)
+        """Give up what was begun and not loaded, and generate again.
+
+        Gives what went wrong in the engine, if anything did.
+        """
+        memory = self._running()
+        memory.end_push(is_committed=False)
+        answer = await memory.engine.command(CommandKind.ABORT, "", timeout_s)
         return msgspec.json.decode(answer, type=str | None)
 
     def condemn(self, cause: str) -> None:
         """End an engine that was left in the middle of a load; it is restarted as a dead one is."""
-        if self._engine is not None:
-            self._engine.condemn(cause)
-            self._engine = None
+        if self._memory is not None:
+            self._memory.engine.condemn(cause)
+            self._memory = None
+
+    def check_sleep(self, level: int) -> None:
+        """Refuse to sleep; does nothing where it can.
+
+        Raises:
+            UnsupportedError: The engine can't; says why.
+            NoReplicaError: None runs now.
+        """
+        info = self.engine.info
+        assert info is not None
+        if info.no_sleep is not None:
+            raise cannot_sleep(self.name, info.no_sleep)
+        if level == 2 and info.max_lora_rank:
+            raise cannot_sleep(
+                self.name,
+                "level 2 drops its base model's weights, which LoRA adapters don't bring back; "
+                "take level=1",
+            )
+
+    async def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """Give the GPU's memory back once nothing runs; see `Router.sleep`."""
+        self.check_sleep(level)
+        await self._running().sleep(level, mode, timeout_s)
+
+    async def wake_up(self, tags: Collection[str], timeout_s: float) -> None:
+        """Take it again; an engine that is restarted will be awake anyway."""
+        if self._memory is not None:
+            self.check_sleep(1)
+            await self._memory.wake_up(tags, timeout_s)
+
+    def _show_state(self) -> None:
+        """Tell that the engine sleeps or is awake, unless it has died meanwhile."""
+        if self._memory is not None and self._status.state in {"serving", "stale", "asleep"}:
+            self._set_status(self._memory.state, self._status.restarts, None)
 
     def _make_engine(self) -> EngineProcess:
         try:

@@ -53,7 +53,7 @@ class Adapters:
         self.versions: tuple[int, ...] = ()
         """Those that vLLM has."""
         self.seconds: dict[str, float] = {}
-        """What the last one took: pause_s, receive_s, load_s."""
+        """What the last one took: receive_s, load_s."""
 
     @property
     def is_coming(self) -> bool:
@@ -81,7 +81,6 @@ class Adapters:
         await self._engine.add_lora(msgspec.structs.replace(request, load_inplace=True))
         await self._look()
         self.seconds = {
-            "pause_s": 0.0,
             "receive_s": max(save["receive_s"] for save in saves),
             "load_s": time.monotonic() - started,
         }

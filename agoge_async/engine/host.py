@@ -30,6 +30,8 @@ from agoge_async.engine.messages import (
     Cancel,
     Command,
     CommandDone,
+    CommandKind,
+    EngineLoad,
     EngineSpec,
     Failed,
     Progress,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
 HEALTH_POLL_S = 0.2
 """How often an idle host looks whether EngineCore still lives; running calls learn it at once."""
+ABORTABLE = {CommandKind.BEGIN, CommandKind.READY, CommandKind.HOLD}
+"""Steps of a push that an ABORT ends: they may wait for what doesn't come."""
 MAX_CAUSE = 300
 """Characters of a failed command's cause; the log has all of it."""
 DIED_EXIT_CODE = 70
@@ -145,6 +149,7 @@ class Host:
         self._data: Channel[Reply, Call]
         self._control: Channel[ToParentControl, ToChildControl]
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
+        self._obeying: tuple[CommandKind, asyncio.Task[str]] | None = None
         self._stop = asyncio.Event()
         self._exit_code = 0
 
@@ -188,8 +193,14 @@ class Host:
             else:  # it overtook its call, or crossed with the answer
                 self._cancelled_early.add(message.id)
         elif isinstance(message, Query):
-            self._control.send(self._serving.load(message.id, len(self._tasks)))
+            serving = self._serving
+            unfinished, adapters = serving.num_unfinished, serving.adapter_versions
+            self._control.send(EngineLoad(message.id, len(self._tasks), unfinished, adapters))
         elif isinstance(message, Command):
+            if message.kind is CommandKind.ABORT and self._obeying is not None:
+                kind, obeying = self._obeying
+                if kind in ABORTABLE:
+                    obeying.cancel()
             self._commands.put_nowait(message)
         elif isinstance(message, Shutdown):
             self._stop.set()
@@ -198,8 +209,14 @@ class Host:
         """Carry out commands, one after the other."""
         while True:
             command = await self._commands.get()
+            task = asyncio.get_running_loop().create_task(self._serving.obey(command))
+            self._obeying = command.kind, task
+            await asyncio.wait({task})
+            self._obeying = None
             try:
-                done = CommandDone(command.id, await self._serving.obey(command))
+                done = CommandDone(command.id, task.result())
+            except asyncio.CancelledError:
+                done = CommandDone(command.id, "null", "it was given up")
             except self._serving.death_errors:
                 self._die(self._serving.death_cause())
                 return

@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+MEMORY_TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's names of what a sleeping engine gives back, in the order in which it takes it again."""
+
 
 class CallKind(StrEnum):
     """What a `Call` asks for, and what its replies hold."""
@@ -87,27 +90,37 @@ class Query(msgspec.Struct, frozen=True, tag="query", array_like=True):
 
 
 class CommandKind(StrEnum):
-    """A step of a push; the steps of one push come in this order."""
+    """The steps of a push, in their order; then what an engine's sleep takes."""
 
     BEGIN = "begin"
     """Receive: the body is a manifest. Touches nothing."""
     READY = "ready"
-    """Answer when the push is received and whole; vLLM has an adapter then, too. Touches nothing
-    that serves."""
+    """Answer when the push is received and whole; vLLM has an adapter then, which nothing uses.
+    Touches nothing. An adapter needs nothing more before COMMIT: HOLD and LOAD do nothing."""
+    HOLD = "hold"
+    """Hold generation; the body says what becomes of requests that run: wait (they finish), abort
+    (they end with what they have) or keep (they go on afterwards)."""
     LOAD = "load"
-    """Hold generation as the body says, wait for the push, put it into the model. Nothing is left
-    to be done for an adapter."""
+    """Put the push into the model, as it comes if it isn't here yet; the body is its version."""
     COMPARE = "compare"
     """In place of LOAD: compare what was received with the model; answers with the names that
     differ, and those that can't be compared."""
     COMMIT = "commit"
     """Generate with it, under its version."""
     ABORT = "abort"
-    """Give up what was begun and not loaded; answers with what went wrong here, if anything."""
+    """Give up what was begun and not loaded, and generate again; overtakes the steps before LOAD.
+    Answers with what went wrong here, if anything."""
+
+    END_REQUESTS = "end_requests"
+    """Have the requests that run end with what they have."""
+    SLEEP = "sleep"
+    """Give memory back: the body is the level. Requests that come from now on wait."""
+    WAKE_UP = "wake_up"
+    """Take memory again: the body is a list of tags. Generates once it has all."""
 
 
 class Command(msgspec.Struct, frozen=True, tag="command", array_like=True):
-    """Parent to child, control: do a step of a push."""
+    """Parent to child, control: do this, after what was commanded before."""
 
     id: int
     kind: CommandKind
@@ -131,6 +144,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Where each process that holds a part of the weights has it: "cpu", or a GPU's UUID."""
     dtype: str
     """Of the weights, by torch's name."""
+    no_sleep: str | None
+    """Why it can't give its memory back; None: it can."""
     max_lora_rank: int = 0
     """0: the engine was started without LoRA."""
 
@@ -165,15 +180,6 @@ class CommandDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
     id: int
     body: str
     error: str | None = None
-
-
-class LoadOrder(msgspec.Struct, frozen=True):
-    """The body of a LOAD."""
-
-    version: int
-    mode: str
-    """What becomes of requests that run: wait (they finish), abort (they end with what they have)
-    or keep (they go on afterwards)."""
 
 
 ToChildData = Call

@@ -171,8 +171,6 @@ class EngineStream:
         reply = self._replies.popleft()
         if isinstance(reply, EngineDiedError):
             raise reply
-        if reply.kind is not ReplyKind.CHUNK:
-            self._engine.forget(self._call_id)
         return reply
 
     def cancel(self) -> None:
@@ -213,6 +211,7 @@ class EngineProcess:
         self._data: Channel[Call, Reply] | None = None
         self._control: Channel[ToChildControl, ToParentControl] | None = None
         self._pending: dict[int, _SingleReply | EngineStream] = {}
+        self._num_unsent = 0
         self._queries: dict[int, asyncio.Future[EngineLoad | CommandDone]] = {}
         self._segments: set[Path] = set()
         self._is_ended = False
@@ -267,10 +266,7 @@ class EngineProcess:
         try:
             return await pending.future
         finally:
-            if pending.future.cancelled():
-                self.cancel(call_id)
-            else:
-                self.forget(call_id)
+            self.cancel(call_id)
 
     async def stream(self, kind: CallKind, body: bytes) -> EngineStream:
         """Send a call whose reply comes in pieces.
@@ -288,8 +284,12 @@ class EngineProcess:
             raise InvalidRequestError(
                 f"the request is {len(body)} bytes long, the limit is {MAX_BODY_BYTES}"
             )
-        while self._data is not None and not self._data.is_writable:
-            await self._data.drain()
+        self._num_unsent += 1
+        try:
+            while self._data is not None and not self._data.is_writable:
+                await self._data.drain()
+        finally:
+            self._num_unsent -= 1
         if self._data is None or self._gone.is_set():
             raise self._died_error()
         call_id = next(self._ids)
@@ -302,9 +302,10 @@ class EngineProcess:
         if self._pending.pop(call_id, None) is not None and self._control is not None:
             self._control.send(Cancel(call_id))
 
-    def forget(self, call_id: int) -> None:
-        """Take note that a call is complete."""
-        self._pending.pop(call_id, None)
+    @property
+    def num_calls(self) -> int:
+        """Calls that the engine has not answered."""
+        return len(self._pending) + self._num_unsent
 
     async def load(self, timeout_s: float = QUERY_S) -> EngineLoad:
         """Ask the engine how busy it is.
@@ -318,7 +319,7 @@ class EngineProcess:
         return answer
 
     async def command(self, kind: CommandKind, body: str, timeout_s: float) -> str:
-        """Have the engine do a step of a push; gives what it tells, as JSON.
+        """Have the engine carry out a command; gives what it tells, as JSON.
 
         Raises:
             WeightSyncError: It couldn't.
@@ -326,7 +327,7 @@ class EngineProcess:
             EngineDiedError: The engine is dead, or died of it.
         """
         command = Command(next(self._ids), kind, body)
-        answer = await self._ask(command, f"{kind} of a push", timeout_s)
+        answer = await self._ask(command, f"the command {kind}", timeout_s)
         assert isinstance(answer, CommandDone)
         if answer.error is not None:
             raise WeightSyncError(
@@ -415,6 +416,8 @@ class EngineProcess:
         pending = self._pending.get(reply.id)
         if pending is not None:
             pending.put(reply)
+            if reply.kind is not ReplyKind.CHUNK:
+                del self._pending[reply.id]
 
     def _on_control(self, message: ToParentControl) -> None:
         if isinstance(message, EngineLoad | CommandDone):

@@ -219,6 +219,8 @@ class _Push:
             aliases.setdefault(name, []).append(alias)
         for _ in self.manifest.buckets:
             bucket, data = self._take()
+            if data.is_cuda:  # received on another stream than it is loaded on
+                data.record_stream(torch.cuda.current_stream())
             for slice_ in bucket.slices:
                 meta = slice_.tensor
                 piece = data[slice_.offset : slice_.offset + meta.num_bytes]

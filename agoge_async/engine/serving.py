@@ -12,11 +12,10 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import vllm
 from pydantic import ValidationError
 from vllm import SamplingParams
@@ -32,6 +31,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -45,11 +45,9 @@ from agoge_async.engine.messages import (
     Command,
     CommandKind,
     EngineInfo,
-    EngineLoad,
     EngineSpec,
     Fault,
     FaultKind,
-    LoadOrder,
     ReplyKind,
     encode_json,
 )
@@ -188,6 +186,10 @@ class Serving:
         )
         self._id_prefix = uuid.uuid4().hex[:12]  # ids of other engines, and of restarts, differ
         self._version = 0
+        self._holds = 0
+        """How often generation was held for other weights."""
+        self._is_held = False
+        self._is_awake = True
         self._default_sampling = engine.model_config.get_diff_sampling_param()
 
     async def info(self) -> EngineInfo:
@@ -202,8 +204,17 @@ class Serving:
             has_tool_parser=self._spec.tool_call_parser is not None,
             devices=tuple(devices),
             dtype=str(config.dtype).removeprefix("torch."),
+            no_sleep=self._why_no_sleep(),
             max_lora_rank=0 if lora is None else lora.max_lora_rank,
         )
+
+    def _why_no_sleep(self) -> str | None:
+        if not current_platform.is_sleep_mode_available():  # vLLM would do as if it slept
+            platform = current_platform.device_type.upper()
+            return f"sleep is not supported on the {platform}, where vLLM frees no memory"
+        if not self._engine.model_config.enable_sleep_mode:
+            return "it was started without sleep mode; set engine_args: {enable_sleep_mode: true}"
+        return None
 
     async def warm_up(self) -> None:
         """Generate one token, so that the first caller doesn't pay for what vLLM does lazily."""
@@ -216,10 +227,15 @@ class Serving:
         """Whether EngineCore or a worker is gone."""
         return bool(self._engine.errored)
 
-    def load(self, query_id: int, num_calls: int) -> EngineLoad:
-        """Say how busy the engine is."""
-        unfinished = int(self._engine.get_num_unfinished_requests())
-        return EngineLoad(query_id, num_calls, unfinished, self._adapters.versions)
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that vLLM has not finished."""
+        return int(self._engine.get_num_unfinished_requests())
+
+    @property
+    def adapter_versions(self) -> tuple[int, ...]:
+        """Versions of the LoRA adapters that vLLM has."""
+        return self._adapters.versions
 
     def death_cause(self) -> str:
         """Say in one line why the engine is dead."""
@@ -230,23 +246,22 @@ class Serving:
         self._engine.shutdown(timeout=CORE_EXIT_S)
 
     async def obey(self, command: Command) -> str:
-        """Do a step of a push; gives what it has to tell, as JSON."""
-        if command.kind is CommandKind.BEGIN:
-            return await self._begin_push(command.body)
-        if command.kind is CommandKind.READY:
-            return await self._wait_for_push()
-        if command.kind is CommandKind.LOAD:
-            return await self._load_push(msgspec.json.decode(command.body, type=LoadOrder))
-        if command.kind is CommandKind.COMPARE:
-            found = await self._engine.collective_rpc("agoge_compare_push")
-            return json.dumps({key: _union(worker[key] for worker in found) for key in found[0]})
-        if command.kind is CommandKind.COMMIT:
-            return await self._commit_push()
-        faults = await self._engine.collective_rpc("agoge_abort_push")
-        await self._adapters.give_up()
-        return json.dumps(next((fault for fault in faults if fault is not None), None))
+        """Carry out a command; gives what it has to tell, as JSON."""
+        steps: dict[CommandKind, Callable[[str], Awaitable[object]]] = {
+            CommandKind.BEGIN: self._begin_push,
+            CommandKind.READY: self._wait_for_push,
+            CommandKind.HOLD: self._hold,
+            CommandKind.LOAD: self._load_push,
+            CommandKind.COMPARE: self._compare_push,
+            CommandKind.COMMIT: self._commit_push,
+            CommandKind.ABORT: self._abort_push,
+            CommandKind.END_REQUESTS: self._end_requests,
+            CommandKind.SLEEP: self._sleep,
+            CommandKind.WAKE_UP: self._wake_up,
+        }
+        return json.dumps(await steps[command.kind](command.body))
 
-    async def _begin_push(self, manifest: str) -> str:
+    async def _begin_push(self, manifest: str) -> None:
         await self._adapters.begin(decode_manifest(manifest))
         answers = await self._engine.collective_rpc("agoge_begin_push", args=(manifest,))
         nowhere = set.intersection(*map(set, answers))  # each worker may hold a part only
@@ -254,45 +269,77 @@ class Serving:
             raise ValueError(
                 f"its model has no place for {', '.join(sorted(nowhere))} of the trainer's model"
             )
-        return "null"
 
-    async def _wait_for_push(self) -> str:
+    async def _wait_for_push(self, _: str) -> None:
         while True:  # a worker has no way to call
             if all(await self._engine.collective_rpc("agoge_push_is_ready")):
                 break
             await asyncio.sleep(READY_POLL_S)
         if self._adapters.is_coming:
             await self._adapters.load()
-        return "null"
 
-    async def _load_push(self, order: LoadOrder) -> str:
-        """Hold generation and put the push that was begun into the model.
+    async def _hold(self, mode: str) -> None:
+        """Hold generation.
 
-        Requests that come from now on don't share cached prefixes with older ones. An adapter is
-        there already, and stands in nobody's way.
+        Requests that come from now on don't share cached prefixes with older ones: they may be
+        answered by other weights. vLLM finds no prefix that was cached under another salt.
         """
         if self._adapters.is_coming:
-            return json.dumps(self._adapters.seconds)
-        self._version = order.version
-        held = time.monotonic()
-        await self._engine.pause_generation(mode=order.mode, clear_cache=False)
-        paused_s = time.monotonic() - held
-        loads = await self._engine.collective_rpc("agoge_load_push")
-        slowest = {name: max(load[name] for load in loads) for name in loads[0]}
-        return json.dumps(slowest | {"pause_s": paused_s})
+            return
+        self._holds += 1
+        self._is_held = True
+        await self._engine.pause_generation(mode=mode, clear_cache=False)
 
-    async def _commit_push(self) -> str:
+    async def _load_push(self, version: str) -> dict[str, float]:
+        if self._adapters.is_coming:
+            return self._adapters.seconds
+        self._version = int(version)
+        loads = await self._engine.collective_rpc("agoge_load_push")
+        return {name: max(load[name] for load in loads) for name in loads[0]}
+
+    async def _compare_push(self, _: str) -> dict[str, list[str]]:
+        found = await self._engine.collective_rpc("agoge_compare_push")
+        return {key: _union(worker[key] for worker in found) for key in found[0]}
+
+    async def _commit_push(self, _: str) -> None:
         if self._adapters.is_coming:
             self._adapters.adopt()
-            return "null"
+            return
         await self._engine.update_weight_version(str(self._version))
+        await self._let_go()
+
+    async def _abort_push(self, _: str) -> str | None:
+        faults = await self._engine.collective_rpc("agoge_abort_push")
+        await self._adapters.give_up()
+        await self._let_go()
+        return next((fault for fault in faults if fault is not None), None)
+
+    async def _let_go(self) -> None:
+        """Generate again; an engine that is asleep has no KV cache to do it with."""
+        if self._is_held and self._is_awake:
+            await self._engine.resume_generation()
+        self._is_held = False
+
+    async def _end_requests(self, _: str) -> None:
+        await self._engine.pause_generation(mode="abort", clear_cache=False)
         await self._engine.resume_generation()
-        return "null"
+
+    async def _sleep(self, level: str) -> None:
+        self._is_awake = False
+        await self._engine.sleep(int(level), mode="wait")
+
+    async def _wake_up(self, tags: str) -> None:
+        """Take memory again; with the last of it, vLLM generates again.
+
+        One tag a call: vLLM ignores all tags of a call when one of them is awake (0.32).
+        """
+        for tag in json.loads(tags):
+            self._is_awake = await self._engine.wake_up([tag])
 
     @property
     def _cache_salt(self) -> str | None:
         """Part of the key of each cached prefix: one that other weights made is not found."""
-        return f"weights-{self._version}" if self._version else None
+        return f"weights-{self._holds}" if self._holds else None
 
     def answer(self, call: Call) -> AsyncGenerator[tuple[ReplyKind, bytes], None]:
         """Answer a call with pieces, the last of which is a RESULT; faults are raised."""
@@ -309,7 +356,7 @@ class Serving:
             "return_token_ids": True,
             "stream": streams,
         }
-        if self._version:
+        if self._holds:
             fields["cache_salt"] = "/".join(
                 filter(None, [self._cache_salt, fields.get("cache_salt")])
             )

@@ -29,6 +29,32 @@ def digest(data: torch.Tensor) -> int:
     return multilinear(data)
 
 
+class RunningDigest:
+    """The digest of a tensor that is being written: what was written last is still in the cache.
+
+    Args:
+        data: As `digest` takes it.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self._hash = xxhash.xxh3_64() if data.device.type == "cpu" else None
+        self._end = 0
+
+    def advance(self, end: int) -> None:
+        """Take note that everything before a byte is written."""
+        if self._hash is not None and end > self._end:
+            self._hash.update(self._data[self._end : end].numpy())
+            self._end = end
+
+    def value(self) -> int:
+        """Give the digest, once everything is written."""
+        if self._hash is None:
+            return multilinear(self._data)
+        self.advance(self._data.numel())
+        return self._hash.intdigest()
+
+
 def multilinear(data: torch.Tensor) -> int:
     """Give the digest that GPUs compute; on any device."""
     words = data.view(torch.int64)

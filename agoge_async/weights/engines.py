@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -61,7 +62,7 @@ class EnginePush:
         self._timeout_s = timeout_s
         self._begun: list[WeightTarget] = []
         self._torn: list[WeightTarget] = []
-        self._held_from = 0.0
+        self._held_from = math.inf
 
     async def begin(self, manifest: Manifest) -> None:
         """Have all engines receive."""
@@ -82,13 +83,19 @@ class EnginePush:
         """Wait until all engines have everything, whole; still nothing is touched."""
         await self._on_each(lambda target: target.wait_push(self._timeout_s))
 
+    async def hold(self) -> None:
+        """Have all engines hold generation; still nothing is touched."""
+
+        async def hold(target: WeightTarget) -> None:
+            await target.hold_push(self._mode, self._timeout_s)
+            self._held_from = min(self._held_from, time.monotonic())
+
+        await self._on_each(hold)
+
     async def load(self) -> list[dict[str, float]]:
         """Have all engines load; from here on what fails is torn."""
-        self._held_from = time.monotonic()
         self._torn, self._begun = self._begun, []
-        return await self._on_each(
-            lambda target: target.load_push(self.version, self._mode, self._timeout_s)
-        )
+        return await self._on_each(lambda target: target.load_push(self.version, self._timeout_s))
 
     async def compare(self) -> dict[str, tuple[list[str], list[str]]]:
         """Have all engines compare; gives, by engine, what differs and what can't be compared."""

@@ -27,10 +27,21 @@ def frame_bytes(message: Message) -> int:
     return aligned(message.num_bytes) + DIGEST_BYTES
 
 
-def seal(frame: torch.Tensor, stamp: int, *, with_digest: bool) -> None:
-    """Write the trailer of a filled frame; the stamp comes last."""
-    payload, trailer = frame[:-DIGEST_BYTES], frame[-DIGEST_BYTES:].view(torch.int64)
-    trailer[0] = _signed(digest(payload)) if with_digest else 0
+def payload_of(frame: torch.Tensor) -> torch.Tensor:
+    """Show what comes before the trailer."""
+    return frame[:-DIGEST_BYTES]
+
+
+def seal(frame: torch.Tensor, checksum: int, stamp: int) -> None:
+    """Write the trailer of a filled frame; the stamp comes last.
+
+    Args:
+        frame: The frame.
+        checksum: The payload's digest; 0, where digests aren't checked.
+        stamp: Of the push.
+    """
+    trailer = frame[-DIGEST_BYTES:].view(torch.int64)
+    trailer[0] = _signed(checksum)
     trailer[1] = stamp
 
 
@@ -45,11 +56,11 @@ def check(frame: torch.Tensor, message: Message, manifest: Manifest) -> None:
     Raises:
         WeightSyncError: It was damaged, or is of another push.
     """
-    payload, trailer = frame[:-DIGEST_BYTES], frame[-DIGEST_BYTES:].view(torch.int64)
+    trailer = frame[-DIGEST_BYTES:].view(torch.int64)
     where = f"bucket {message.bucket} from rank {message.source}"
     if int(trailer[1]) != manifest.stamp:
         raise WeightSyncError(f"{where} is of another push")
-    if manifest.checks_digests and int(trailer[0]) != _signed(digest(payload)):
+    if manifest.checks_digests and int(trailer[0]) != _signed(digest(payload_of(frame))):
         raise WeightSyncError(f"{where} was damaged on its way: its digest is wrong")
 
 

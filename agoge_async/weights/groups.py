@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -194,20 +195,34 @@ class GroupInlet:
             source: Group(store, route, source, worker, device, timeout_s)
             for source in route.sources
         }
+        self._left: Iterator[Message] = iter(())
+        self._next: tuple[Group, torch.Tensor, Work] | None = None
 
     def begin(self, manifest: Manifest) -> None:
-        """Nothing is to be prepared."""
+        """Begin to receive the first message."""
+        self._left = iter(manifest.messages)
+        self._next = self._post()
 
     def receive(self, message: Message) -> torch.Tensor:
-        """Receive into memory of its own."""
+        """Wait for the next message, and begin to receive the one after it."""
+        del message
+        assert self._next is not None
+        group, frame, work = self._next
+        group.wait(work)
+        self._next = self._post()
+        return frame
+
+    def _post(self) -> tuple[Group, torch.Tensor, Work] | None:
+        message = next(self._left, None)
+        if message is None:
+            return None
         size = frame_bytes(message)
         if self._device.type == "cpu":
             frame = self._pool.take(size)
         else:
             frame = torch.empty(size, dtype=torch.uint8, device=self._device)
         group = self._groups[message.source]
-        group.wait(group.broadcast(frame))
-        return frame
+        return group, frame, group.broadcast(frame)
 
     def close(self) -> None:
         """Leave the groups."""

@@ -30,6 +30,8 @@ class GroupRoute(msgspec.Struct, frozen=True, tag="group"):
 
     is_live: ClassVar[bool] = True
     """Whether engines receive while the ranks send; else they read what was written."""
+    is_lasting: ClassVar[bool] = False
+    """Whether what was sent can be read again later."""
 
     @property
     def name(self) -> str:
@@ -44,6 +46,7 @@ class SharedMemoryRoute(msgspec.Struct, frozen=True, tag="shm"):
     num_bytes: int
 
     is_live: ClassVar[bool] = True
+    is_lasting: ClassVar[bool] = True
     name: ClassVar[str] = "shm"
 
 
@@ -67,6 +70,7 @@ class CudaIpcRoute(msgspec.Struct, frozen=True, tag="cuda_ipc"):
     num_bytes: int
 
     is_live: ClassVar[bool] = False
+    is_lasting: ClassVar[bool] = False
     name: ClassVar[str] = "cuda_ipc"
 
 
@@ -76,6 +80,7 @@ class DiskRoute(msgspec.Struct, frozen=True, tag="disk"):
     folder: str
 
     is_live: ClassVar[bool] = False
+    is_lasting: ClassVar[bool] = True
     name: ClassVar[str] = "disk"
 
 

@@ -2,7 +2,7 @@
 
 Every rank and every worker computes or receives the same plan, so the order of what is sent is the
 same everywhere. A *bucket* is a run of whole tensors that are gathered, checked and loaded
-together; a *message* is what one rank sends of one bucket.
+together; a *message* is what one rank sends of one bucket, or a part of that.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank of the trainer sends of one bucket."""
+    """What one rank of the trainer sends of one bucket at once."""
 
     bucket: int
     source: int
@@ -178,6 +178,52 @@ def shard_messages(buckets: Iterable[Bucket], num_ranks: int) -> list[Message]:
             if parts:
                 messages.append(Message(bucket.index, rank, filled, tuple(parts)))
     return messages
+
+
+def cut_messages(
+    messages: Iterable[Message], buckets: Sequence[Bucket], limit: int
+) -> list[Message]:
+    """Cut messages so that none holds more than `limit` bytes, but for at least one element.
+
+    Args:
+        messages: Whole or in parts.
+        buckets: That they belong to.
+        limit: Largest size of a message, gaps included. [bytes]
+    """
+    cut: list[Message] = []
+    for message in messages:
+        if message.num_bytes <= limit:
+            cut.append(message)
+            continue
+        bucket = buckets[message.bucket]
+        parts: list[Part] = []
+        filled = 0
+        for whole in parts_of(message, bucket):
+            item = bucket.slices[whole.slice].tensor.item_bytes
+            first, end = whole.first, whole.first + whole.num_items
+            while first < end:
+                offset = aligned(filled)
+                count = min(end - first, (limit - offset) // item)
+                if count < 1 and parts:
+                    cut.append(Message(message.bucket, message.source, filled, tuple(parts)))
+                    parts, filled = [], 0
+                    continue
+                count = max(count, 1)
+                parts.append(Part(whole.slice, first, count, offset))
+                filled = offset + count * item
+                first += count
+        cut.append(Message(message.bucket, message.source, filled, tuple(parts)))
+    return cut
+
+
+def parts_of(message: Message, bucket: Bucket) -> Sequence[Part]:
+    """Give the pieces that a message holds of its bucket's tensors."""
+    if message.parts is not None:
+        return message.parts
+    return [
+        Part(index, 0, slice_.tensor.num_items, slice_.offset)
+        for index, slice_ in enumerate(bucket.slices)
+    ]
 
 
 def aligned(position: int) -> int:

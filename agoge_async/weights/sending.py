@@ -6,17 +6,21 @@ them, and a message is complete in memory of ours before it leaves.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 
-from agoge_async.weights.frames import seal
+from agoge_async.weights.digest import RunningDigest
+from agoge_async.weights.frames import payload_of, seal
 from agoge_async.weights.manifest import Manifest
-from agoge_async.weights.plan import Message
+from agoge_async.weights.plan import Bucket, Message, Part, parts_of
 from agoge_async.weights.ranks import Sent
 from agoge_async.weights.sources import ModelSource
 from agoge_async.weights.transport import Lane
@@ -35,7 +39,7 @@ class Gather(StrEnum):
     """Not at all: each rank sends its partition, the workers join them."""
 
 
-class Part:
+class RankPart:
     """What one rank does of a push.
 
     A rank that can't go on sending goes on gathering: else the collectives that follow, of a
@@ -69,12 +73,15 @@ class Part:
         # One that failed may still be gathering.
         with self._one_push, self._source.on_device():
             started = time.monotonic()
-            sender = _Sender(manifest, self._source, self._rank, open_lane, on_failure)
+            shard = self._rank if self._gather is Gather.SHARDS else None
+            fill = functools.partial(self._source.fill, rank=shard)
+            sender = _Sender(manifest, self._rank, fill, open_lane, on_failure)
             names = [slice_.tensor.name for bucket in manifest.buckets for slice_ in bucket.slices]
             peak = self._source.held_bytes(names) if self._gather is Gather.ALL else 0
-            with self._gathered(names, when=Gather.ALL):
-                for message in manifest.messages:
-                    peak = max(peak, self._one_message(manifest, message, sender))
+            with self._gathered(names, when=self._gather is Gather.ALL):
+                for index, run in itertools.groupby(manifest.messages, lambda m: m.bucket):
+                    bucket = manifest.buckets[index]
+                    peak = max(peak, self._one_bucket(bucket, list(run), sender))
             sender.flush()
             return Sent(
                 gather_s=time.monotonic() - started - sender.waiting_s,
@@ -82,26 +89,35 @@ class Part:
                 peak_extra_bytes=peak + sender.num_bytes,
             )
 
-    def _one_message(self, manifest: Manifest, message: Message, sender: _Sender) -> int:
+    def _one_bucket(self, bucket: Bucket, messages: list[Message], sender: _Sender) -> int:
         """Gather, and send what is ours; gives the bytes that were gathered for it."""
-        if message.parts is not None:
-            sender.send_shard(message)
-            return 0
-        names = [slice_.tensor.name for slice_ in manifest.buckets[message.bucket].slices]
-        with self._gathered(names, when=Gather.BUCKETED):
-            sender.begin(message)
-            for index, name in enumerate(names):
-                with self._gathered([name], when=Gather.ONE):
-                    sender.fill(message, index)
-        sender.end(message)
-        if self._gather is Gather.BUCKETED:
+        names = [slice_.tensor.name for slice_ in bucket.slices]
+        is_large = len(messages) > 1 and self._gather is Gather.ONE  # one tensor, cut up
+        at_once = self._gather is Gather.BUCKETED or is_large
+        one_by_one = self._gather is Gather.ONE and not is_large
+        with self._gathered(names, when=at_once):
+            for message in messages:
+                sender.begin(message)
+                for part in parts_of(message, bucket):
+                    with self._gathered([names[part.slice]], when=one_by_one):
+                        sender.fill(part)
+                sender.end()
+        if at_once:
             return self._source.held_bytes(names)
-        if self._gather is Gather.ONE:
+        if one_by_one:
             return max(self._source.held_bytes([name]) for name in names)
         return 0
 
-    def _gathered(self, names: list[str], *, when: Gather) -> AbstractContextManager[None]:
-        return self._source.gathered(names) if self._gather is when else nullcontext()
+    def _gathered(self, names: list[str], *, when: bool) -> AbstractContextManager[None]:
+        return self._source.gathered(names) if when else nullcontext()
+
+
+class _Writing(NamedTuple):
+    """A message that is being written."""
+
+    message: Message
+    frame: torch.Tensor
+    checksum: RunningDigest | None
 
 
 class _Sender:
@@ -110,51 +126,49 @@ class _Sender:
     def __init__(
         self,
         manifest: Manifest,
-        source: ModelSource,
         rank: int,
+        fill: Callable[[Bucket, Part, torch.Tensor], Iterator[int]],
         open_lane: Callable[[], Lane | None],
         on_failure: Callable[[Exception], None],
     ) -> None:
         self.waiting_s = 0.0
         self.num_bytes = 0
         self._manifest = manifest
-        self._source = source
         self._rank = rank
+        self._fill = fill
         self._on_failure = on_failure
         self._lane: Lane | None = None
-        self._frame: torch.Tensor | None = None
+        self._writing: _Writing | None = None
         with self._guarded():
             self._lane = open_lane()
             self.num_bytes = self._lane.num_bytes if self._lane is not None else 0
 
     def begin(self, message: Message) -> None:
-        """Take a frame for a message of ours."""
-        self._frame = None
+        """Take a frame, if the message is ours."""
+        self._writing = None
         if self._lane is not None and message.source == self._rank:
             with self._guarded(), self._waiting():
-                self._frame = self._lane.frame(message)
-
-    def fill(self, message: Message, index: int) -> None:
-        if self._frame is not None:
-            with self._guarded():
-                bucket = self._manifest.buckets[message.bucket]
-                self._source.fill(bucket, index, self._frame)
-
-    def end(self, message: Message) -> None:
-        if self._frame is not None and self._lane is not None:
-            with self._guarded():
+                frame = self._lane.frame(message)
                 checks = self._manifest.checks_digests
-                seal(self._frame, self._manifest.stamp, with_digest=checks)
-                self._lane.send(message, self._frame)
+                checksum = RunningDigest(payload_of(frame)) if checks else None
+                self._writing = _Writing(message, frame, checksum)
 
-    def send_shard(self, message: Message) -> None:
-        """Send this rank's partitions, if the message is ours."""
-        self.begin(message)
-        if self._frame is not None:
+    def fill(self, part: Part) -> None:
+        """Write a piece of a tensor."""
+        if self._writing is not None:
             with self._guarded():
-                bucket = self._manifest.buckets[message.bucket]
-                self._source.fill_shard(bucket, message, self._frame)
-            self.end(message)
+                message, frame, checksum = self._writing
+                for end in self._fill(self._manifest.buckets[message.bucket], part, frame):
+                    if checksum is not None:
+                        checksum.advance(end)
+
+    def end(self) -> None:
+        """Send the message."""
+        if self._writing is not None and self._lane is not None:
+            with self._guarded():
+                message, frame, checksum = self._writing
+                seal(frame, 0 if checksum is None else checksum.value(), self._manifest.stamp)
+                self._lane.send(message, frame)
 
     def flush(self) -> None:
         if self._lane is not None:
@@ -166,7 +180,7 @@ class _Sender:
         try:
             yield
         except Exception as error:  # noqa: BLE001  # rank 0 tells it to all
-            self._lane = self._frame = None
+            self._lane = self._writing = None
             self._on_failure(error)
 
     @contextmanager

@@ -22,7 +22,10 @@ from agoge_async.weights.adapters import (
     merge_bytes,
     merged,
 )
-from agoge_async.weights.plan import Bucket, Message, TensorMeta
+from agoge_async.weights.plan import Bucket, Part, TensorMeta
+
+STEP_BYTES = 1 << 20
+"""What is copied at once: small enough to be found in the cache by who reads it next."""
 
 
 class ModelSource:
@@ -121,23 +124,43 @@ class ModelSource:
         with deepspeed.zero.GatheredParameters(partitioned):
             yield
 
-    def fill(self, bucket: Bucket, index: int, out: torch.Tensor) -> None:
-        """Write one tensor of a bucket, which must be gathered, to its place in a frame."""
-        slice_ = bucket.slices[index]
-        meta = slice_.tensor
-        place = out[slice_.offset : slice_.offset + meta.num_bytes]
-        place.view(_torch_dtype(meta.dtype)).view(meta.shape).copy_(
-            merged(self._tensors[meta.name], self._deltas[meta.name])
-        )
+    def fill(
+        self, bucket: Bucket, part: Part, out: torch.Tensor, rank: int | None
+    ) -> Iterator[int]:
+        """Write a piece of a tensor to its place in a frame.
 
-    def fill_shard(self, bucket: Bucket, message: Message, out: torch.Tensor) -> None:
-        """Write this rank's partitions of a bucket's tensors to their places in a frame."""
-        for part in message.parts or ():
-            meta = bucket.slices[part.slice].tensor
-            tensor: Any = self._tensors[meta.name]
-            shard = tensor.ds_tensor if _is_partitioned(tensor) else _flat(tensor, part.first)
-            place = out[part.offset : part.offset + part.num_items * meta.item_bytes]
-            place.view(_torch_dtype(meta.dtype)).copy_(shard.data.view(-1)[: part.num_items])
+        Gives the end of each of the steps that it takes. [bytes]
+
+        Args:
+            bucket: That holds the tensor.
+            part: The piece.
+            out: The frame.
+            rank: Whose ZeRO-3 partition it is taken from, this process's own; None: the tensor is
+                gathered.
+        """
+        meta = bucket.slices[part.slice].tensor
+        if rank is None:
+            values = self._whole(meta.name)[part.first :]
+        else:
+            values = self._shard(meta.name, part.first, rank)
+        step = max(1, STEP_BYTES // meta.item_bytes) if out.device.type == "cpu" else part.num_items
+        dtype = _torch_dtype(meta.dtype)
+        for first in range(0, part.num_items, step):
+            end = min(first + step, part.num_items)
+            begin_byte, end_byte = (part.offset + n * meta.item_bytes for n in (first, end))
+            out[begin_byte:end_byte].view(dtype).copy_(values[first:end])
+            yield end_byte
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return merged(self._tensors[name], self._deltas[name]).reshape(-1)
+
+    def _shard(self, name: str, first: int, rank: int) -> torch.Tensor:
+        """Give this rank's elements from one on, counted in the whole tensor."""
+        tensor: Any = self._tensors[name]
+        if not _is_partitioned(tensor):
+            return self._whole(name)[first:]  # a buffer is on every rank
+        shard: torch.Tensor = tensor.ds_tensor.data.view(-1)
+        return shard[first - rank * shard.numel() :]
 
 
 def _unwrapped(model: Any) -> nn.Module:
@@ -160,11 +183,6 @@ def _is_parallel(model: Any) -> bool:
 
 def _is_partitioned(tensor: Any) -> bool:
     return hasattr(tensor, "ds_id")
-
-
-def _flat(tensor: torch.Tensor, first: int) -> torch.Tensor:
-    """Give a whole tensor from an element on: a buffer is on every rank."""
-    return tensor.data.reshape(-1)[first:]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 import os
 import secrets
 import time
@@ -26,7 +27,7 @@ import msgspec
 from torch import nn
 
 from agoge_async.backends.base import Backend, WeightShape, WeightTarget
-from agoge_async.errors import UnsupportedError, WeightSyncError
+from agoge_async.errors import BackendError, UnsupportedError, WeightSyncError
 from agoge_async.metrics import PushRecord, VerifyRecord
 from agoge_async.router import Router
 from agoge_async.tasks import await_all, await_both
@@ -39,8 +40,8 @@ from agoge_async.weights.engines import (
     wait_for_engines,
 )
 from agoge_async.weights.frames import frame_bytes
-from agoge_async.weights.manifest import Manifest
-from agoge_async.weights.plan import plan_buckets, shard_messages, whole_messages
+from agoge_async.weights.manifest import GroupRoute, Manifest
+from agoge_async.weights.plan import cut_messages, plan_buckets, shard_messages, whole_messages
 from agoge_async.weights.ranks import (
     Failed,
     Hub,
@@ -54,9 +55,11 @@ from agoge_async.weights.ranks import (
     rank_and_size,
 )
 from agoge_async.weights.routes import Routes
-from agoge_async.weights.sending import Gather, Part
+from agoge_async.weights.sending import Gather, RankPart
 from agoge_async.weights.sources import ModelSource
 from agoge_async.weights.transport import Lane
+
+logger = logging.getLogger(__name__)
 
 GATHER_NAMES = {
     "zero3_low_mem": Gather.ONE,
@@ -104,10 +107,15 @@ class ParamSyncer:
         self._options = options
         self._ends = ends
         self._targets = list(targets)
-        self._part = Part(source, rank, options.gather)
+        self._part = RankPart(source, rank, options.gather)
         folder = None if options.folder is None else Path(options.folder)
         self._routes = Routes(rank, source.device, options.timeout_s, folder)
         self._lock = asyncio.Lock()
+        self._snapshot: Manifest | None = None
+        """The last push, while all that was written for it is still there."""
+        self._restores: set[asyncio.Task[None]] = set()
+        for target in self._targets:
+            target.on_stale = functools.partial(self._begin_restore, target)
 
     @classmethod
     async def connect(
@@ -120,7 +128,7 @@ class ParamSyncer:
         gather: str = "bucketed",
         transport: Literal["auto", "gloo", "nccl", "shm", "cuda_ipc", "disk"] = "auto",
         sources: Literal["rank0", "round_robin"] = "rank0",
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = 16 << 20,
         mode: Literal["keep", "abort", "drain"] = "keep",
         staged: bool = True,
         check_digests: bool = True,
@@ -220,6 +228,10 @@ class ParamSyncer:
 
     async def aclose(self) -> None:
         """Let go of all that pushes used, here and in the engines, which keep their weights."""
+        for target in self._targets:
+            target.on_stale = lambda: None
+        for task in self._restores:
+            task.cancel()
         with anyio.CancelScope(shield=True), anyio.move_on_after(CLEANUP_S):
             async with self._lock:
                 await leave(self._targets)
@@ -270,17 +282,20 @@ class ParamSyncer:
         manifest = await self._prepare(push, is_staged=self._options.staged)
         if manifest.is_staged:
             sent = await self._transfer(hub, push, manifest)
+            await self._hold(push)
             push.doing = "loading"
             loads = await push.load()
         else:
             push.doing = "telling the engines to receive"
             await push.begin(manifest)
+            await self._hold(push)
             push.doing = "sending and loading"
             sent, loads = await await_both(self._send_with_all(hub, push, manifest), push.load())
         push.doing = "committing"
         stall_s = await push.commit()
         load_s = max(load["load_s"] for load in loads)
         await anyio.to_thread.run_sync(self._routes.committed, manifest)
+        self._snapshot = manifest if manifest.route.is_lasting else None
         return PushRecord(
             version=push.version,
             gather=self._options.gather,
@@ -320,7 +335,12 @@ class ParamSyncer:
         engines = await wait_for_engines(push)
         adapter = self._source.adapter
         check_adapters(push.targets, engines, None if adapter is None else adapter.rank)
+        self._snapshot = None
         return await anyio.to_thread.run_sync(self._plan, engines, push.version, is_staged)
+
+    async def _hold(self, push: EnginePush) -> None:
+        push.doing = "waiting for requests to end" if self._options.mode == "wait" else "holding"
+        await push.hold()
 
     async def _transfer(self, hub: Hub, push: EnginePush, manifest: Manifest) -> list[Sent]:
         """Bring everything to all engines; none of them is touched."""
@@ -336,6 +356,32 @@ class ParamSyncer:
         push.doing = "checking what came"
         await push.wait_ready()
         return sent
+
+    def _begin_restore(self, target: WeightTarget) -> None:
+        task = asyncio.get_running_loop().create_task(self._restore(target))
+        self._restores.add(task)
+        task.add_done_callback(self._restores.discard)
+
+    async def _restore(self, target: WeightTarget) -> None:
+        """Bring an engine that was restarted to the last push, if what was written is there."""
+        async with self._lock:
+            manifest = self._snapshot
+            if manifest is None or target.status.state != "stale":
+                return
+            options = self._options
+            what = f"restoring version {manifest.version}"
+            push = EnginePush([target], what, manifest.version, options.mode, options.timeout_s)
+            try:
+                async with deadline(options.timeout_s, push):
+                    await push.begin(manifest)
+                    await push.wait_ready()
+                    await push.hold()
+                    await push.load()
+                    await push.commit()
+            except (WeightSyncError, BackendError) as error:
+                failure = push.failure(error, {})
+                logger.warning("%s; it waits for the next push", failure)
+                await push.undo(str(failure))
 
     async def _collect(self, hub: Hub, push: EnginePush) -> None:
         """Have every rank join, with the same model."""
@@ -401,6 +447,8 @@ class ParamSyncer:
             else whole_messages(buckets, range(num_ranks) if options.round_robin else (0,))
         )
         route = self._routes.route(options.transport, messages, engines, version)
+        if isinstance(route, GroupRoute):  # elsewhere, what is written is not copied any more
+            messages = cut_messages(messages, buckets, options.bucket_bytes)
         return Manifest(
             version=version,
             stamp=1 + secrets.randbits(62),

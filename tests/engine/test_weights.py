@@ -2,13 +2,16 @@
 
 import copy
 import itertools
+import os
+import signal
 
 import anyio
 import pytest
 import torch
 from torch import nn
 
-from agoge_async import ParamSyncer, Router, TokenRequest, WeightSyncError
+from agoge_async import ParamSyncer, Router, TokenRequest, UnsupportedError, WeightSyncError
+from agoge_async.engine.messages import CommandKind
 from agoge_async.weights import frames
 from agoge_async.weights.groups import serve_store
 from tests.engine.test_parity import greedy
@@ -65,7 +68,7 @@ async def test_engines_answer_with_the_weights_that_were_pushed(
         assert [(version, 0, 20)] == [(s.version, s.start, s.end) for s in choice.policy_versions]
     assert 2 == record.num_engines
     waits_first = staged or transport == "shm"
-    assert record.control_calls == 2 * (4 if waits_first else 3)
+    assert record.control_calls == 2 * (5 if waits_first else 4)
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "drain"])
@@ -102,6 +105,67 @@ async def test_a_push_while_requests_run(trained, policy, mode):
             assert (count < LONG) == (mode == "abort")
 
 
+async def test_requests_that_do_not_end_in_time_fail_the_push_alone(trained, policy):
+    """prime-rl#1119, #3016: an engine that was paused for a push that never came stood still.
+
+    They go on to their end; nothing is restarted, and the next push finds everything as it was.
+    """
+    pids = [replica.engine.pid for replica in trained.pool("tiny").backends]
+    version = next_version(trained)
+    lengths = []
+
+    async def ask() -> None:
+        choice = await sample(trained, max_tokens=1000, temperature=1, timeout_s=120)
+        lengths.append(len(choice.token_ids))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(8):
+            group.start_soon(ask)
+        await _until_generating(trained)
+        async with await ParamSyncer.connect(
+            policy, trained, model="tiny", mode="drain", timeout_s=1
+        ) as syncer:
+            with pytest.raises(
+                WeightSyncError, match="while waiting for requests to end"
+            ) as caught:
+                await syncer.push(version=version)
+        assert caught.value.culprit in {"tiny/0", "tiny/1"}
+    assert [1000] * 8 == lengths
+    assert pids == [replica.engine.pid for replica in trained.pool("tiny").backends]
+    async with await ParamSyncer.connect(policy, trained, model="tiny", timeout_s=60) as syncer:
+        await syncer.push(version=version)
+    assert [version] == [span.version for span in (await sample(trained)).policy_versions]
+
+
+async def test_prefixes_that_old_weights_cached_are_not_found(trained, policy, transformers_model):
+    """NeMo-RL#4018, prime-rl#2270, trl#6765: stale for up to 17 pushes; a version is in the key."""
+    replica = trained.pool("tiny").backends[0]
+    prompt = [*range(97, 107)] * 60
+    version = next_version(trained)
+
+    async def ask():
+        request = TokenRequest(model="tiny", prompt_token_ids=prompt, max_tokens=1, logprobs=0)
+        response = await replica.generate(request)
+        cached = response.usage.prompt_tokens_details.cached_tokens
+        return cached, response.choices[0].logprobs[0], response.choices[0].token_ids[0]
+
+    await ask()
+    assert (await ask())[0] > 400
+    async with await ParamSyncer.connect(policy, trained, model="tiny", timeout_s=60) as syncer:
+        await syncer.push(version=version)
+    cached, logprob, token = await ask()
+    assert 0 == cached
+    with torch.no_grad():
+        scores = policy(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    assert scores[token].item() == pytest.approx(logprob, abs=1e-4)
+    assert (await ask())[0] > 400
+
+
+def flip(frame) -> None:
+    """Damage a message."""
+    frame[5] ^= 1
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.may_leave("processes", "tasks", "descriptors", "shared memory")
 async def test_engines_that_were_torn_serve_again_after_a_whole_push(
@@ -109,7 +173,7 @@ async def test_engines_that_were_torn_serve_again_after_a_whole_push(
 ):
     """They are restarted, and nobody gets an answer from weights that nobody pushed."""
     version = next_version(trained)
-    monkeypatch.setattr("agoge_async.weights.sending.seal", damaged(3))
+    monkeypatch.setattr("agoge_async.weights.sending.seal", at_bucket(3, flip))
     options = {"transport": "gloo", "staged": False, "bucket_bytes": 500_000}
     async with await ParamSyncer.connect(
         policy, trained, model="tiny", timeout_s=60, **options
@@ -119,24 +183,21 @@ async def test_engines_that_were_torn_serve_again_after_a_whole_push(
     monkeypatch.undo()
     async with await ParamSyncer.connect(policy, trained, model="tiny", timeout_s=120) as syncer:
         await syncer.push(version=version + 1)
-    ids, _ = greedy((policy, transformers_model[1]), PROMPT, 20)
-    choice = await sample(trained, temperature=0)
-    assert ids == choice.token_ids[: len(ids)]
-    assert [version + 1] == [span.version for span in choice.policy_versions]
+    await assert_greedy(trained, policy, transformers_model, version + 1)
     statistics = trained.statistics().models["tiny"].backends
     assert ["serving", "serving"] == [backend.state for backend in statistics.values()]
 
 
-def damaged(index):
-    """Give a `seal` that damages one message after it was sealed."""
+def at_bucket(index, act):
+    """Give a `seal` that does something once, at the message of an index."""
     count = itertools.count()
 
-    def damage(frame, stamp, *, with_digest):
-        frames.seal(frame, stamp, with_digest=with_digest)
+    def seal(frame, checksum, stamp):
+        frames.seal(frame, checksum, stamp)
         if next(count) == index:
-            frame[5] ^= 1
+            act(frame)
 
-    return damage
+    return seal
 
 
 @pytest.mark.parametrize(
@@ -197,6 +258,126 @@ async def test_verify_compares_what_engines_compute_with(trained, policy):
             assert set(names) <= changed
             assert set(names) >= changed - {"lm_head.weight"}
     assert not found.unchecked
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.may_leave("processes", "tasks", "descriptors", "shared memory")
+async def test_an_engine_that_is_killed_fails_the_push_and_comes_back(
+    trained, policy, transformers_model, monkeypatch
+):
+    """NeMo-RL#3472: a dead engine blocked the next sync for ever. It is named here, and restarted.
+
+    In receive, the other engine keeps its weights; in load, it has to be restarted as well. One
+    that dies later gets the last push at once.
+    """
+    first, second = trained.pool("tiny").backends
+    version = next_version(trained)
+    options = {"model": "tiny", "bucket_bytes": 500_000, "timeout_s": 120}
+
+    def kill(_) -> None:
+        os.kill(first.engine.pid, signal.SIGKILL)
+
+    async with await ParamSyncer.connect(policy, trained, **options) as syncer:
+        await syncer.push(version=version)
+        with monkeypatch.context() as patched:
+            patched.setattr("agoge_async.weights.sending.seal", at_bucket(2, kill))
+            with pytest.raises(WeightSyncError, match="tiny/0 died") as caught:
+                await syncer.push(version=version + 1)
+        assert "tiny/0" == caught.value.culprit
+        choice = await sample(second)
+        assert [version] == [span.version for span in choice.policy_versions]
+        await syncer.push(version=version + 2)  # waits for the engine
+        os.kill(second.engine.pid, signal.SIGKILL)
+        await _until_state(second, "restarting", "stale")
+        await _until_state(second, "serving")
+        await assert_greedy(second, policy, transformers_model, version + 2)
+    async with await ParamSyncer.connect(
+        policy, trained, staged=False, transport="gloo", **options
+    ) as syncer:
+        with monkeypatch.context() as patched:
+            patched.setattr("agoge_async.weights.sending.seal", at_bucket(3, kill))
+            with pytest.raises(WeightSyncError, match="while sending and loading") as caught:
+                await syncer.push(version=version + 3)
+        assert "tiny/0" == caught.value.culprit
+        await syncer.push(version=version + 4)
+    for replica in (first, second):
+        await assert_greedy(replica, policy, transformers_model, version + 4)
+
+
+async def assert_greedy(replica, policy, transformers_model, version) -> None:
+    """Compare an engine's answer with transformers', and its span with the version."""
+    choice = await sample(replica, temperature=0)
+    ids, _ = greedy((policy, transformers_model[1]), PROMPT, 20)
+    assert ids == choice.token_ids[: len(ids)]
+    assert [version] == [span.version for span in choice.policy_versions]
+
+
+async def _until_state(replica, *states) -> None:
+    with anyio.fail_after(90):
+        while replica.status.state not in states:
+            await anyio.sleep(0.05)
+
+
+async def test_an_engine_on_the_cpu_does_not_sleep(router):
+    """vLLM would do as if, and free nothing (0.32); it is refused, and goes on serving."""
+    with pytest.raises(UnsupportedError, match=r"tiny/0 can't sleep: .*not supported on the CPU"):
+        await router.sleep("tiny", level=2)
+    with pytest.raises(UnsupportedError, match="not supported on the CPU"):
+        await router.wake_up("tiny")
+    assert "serving" == router.statistics().models["tiny"].backends["tiny/0"].state
+    await sample(router)
+
+
+async def test_vllm_generates_when_all_is_awake_and_not_before(trained, policy, transformers_model):
+    """What the child does, as on a GPU: the CPU's worker frees nothing, the rest of vLLM is real.
+
+    A push between the two halves of a wake-up must not start generation: there is no cache yet.
+    """
+    replica = trained.pool("tiny").backends[0]
+    version = next_version(trained)
+    async with (
+        await ParamSyncer.connect(policy, [replica], timeout_s=60) as syncer,
+        anyio.create_task_group() as group,
+    ):
+        await replica.engine.command(CommandKind.SLEEP, "2", 30)
+        answers = []
+
+        async def ask() -> None:
+            answers.append(await sample(replica, temperature=0))
+
+        group.start_soon(ask)
+        await replica.engine.command(CommandKind.WAKE_UP, '["weights"]', 30)
+        await syncer.push(version=version)
+        with anyio.move_on_after(1):
+            await _until(lambda: answers)
+        assert [] == answers
+        await replica.engine.command(CommandKind.WAKE_UP, '["weights", "kv_cache"]', 30)
+    ids, _ = greedy((policy, transformers_model[1]), PROMPT, 20)
+    assert ids == answers[0].token_ids[: len(ids)]
+    assert [version] == [span.version for span in answers[0].policy_versions]
+
+
+async def test_requests_that_run_can_be_ended(trained):
+    """They answer with what they have, and the next one is served."""
+    choices = []
+
+    async def ask() -> None:
+        choices.append(await sample(trained, max_tokens=LONG, temperature=1))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(8):
+            group.start_soon(ask)
+        await _until_generating(trained)
+        for replica in trained.pool("tiny").backends:
+            await replica.engine.command(CommandKind.END_REQUESTS, "", 30)
+    assert ["abort"] * 8 == [choice.finish_reason for choice in choices]
+    assert all(0 < len(choice.token_ids) < LONG for choice in choices)
+    assert 20 == len((await sample(trained)).token_ids)
+
+
+async def _until(condition) -> None:
+    while not condition():
+        await anyio.sleep(0.01)
 
 
 async def _until_generating(router) -> None:

@@ -19,11 +19,12 @@ from torch import nn
 
 from agoge_async import ParamSyncer, WeightSyncError
 from agoge_async.weights import sending
+from agoge_async.weights.sources import ModelSource
 from tests.weights.test_push import Target
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute
 TIMEOUT_S = 8.0
-FAULTS = ("dies", "raises", "other version", "comes late")
+FAULTS = ("dies in send", "dies in gather", "raises", "other version", "comes late")
 
 
 class Model(nn.Module):
@@ -165,23 +166,27 @@ async def fail(engine, fault: str) -> None:
         engine, targets, bucket_bytes=5000, timeout_s=TIMEOUT_S, sources="round_robin",
         transport="gloo",
     )  # fmt: skip
-    if rank == 1 and fault in {"dies", "raises"}:
+    if rank == 1:
         seal = sending.seal
 
-        def stumble(*arguments, **options) -> None:
-            if fault == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
+        def die(*_, **__) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def stumble(*_, **__) -> None:
             sending.seal = seal
             raise ZeroDivisionError("by rank 1")
 
-        sending.seal = stumble
+        if fault == "dies in gather":
+            ModelSource.gathered = die
+        elif fault in {"dies in send", "raises"}:
+            sending.seal = die if fault == "dies in send" else stumble
     try:
         if rank == 1 and fault == "comes late":
             time.sleep(TIMEOUT_S + 2)  # noqa: ASYNC251  # blocks, as a step of a trainer does
         await syncer.push(version=2 if rank == 1 and fault == "other version" else 1)
     except WeightSyncError as error:
         print(f"rank {rank}: {error.culprit}: {error}", flush=True)
-    if fault != "dies":
+    if not fault.startswith("dies"):
         record = await syncer.push(version=3)
         print(f"rank {rank}: then {record.version}", flush=True)
     await syncer.aclose()

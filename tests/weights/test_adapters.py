@@ -240,7 +240,7 @@ async def test_an_adapter_comes_as_peft_saves_it(kind, targets, tmp_path):
             assert expected.keys() == target.weights.keys()
             for name, tensor in expected.items():
                 assert torch.equal(tensor, target.weights[name]), name
-        assert ["begin", "ready", "load keep", "commit"] * 2 == target.calls
+        assert ["begin", "ready", "hold keep", "load", "commit"] * 2 == target.calls
     assert sum(tensor.nbytes for tensor in expected.values()) == record.num_bytes
     target.close()
 

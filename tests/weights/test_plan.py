@@ -8,6 +8,8 @@ from agoge_async.weights.plan import (
     ALIGNMENT,
     ITEM_BYTES,
     TensorMeta,
+    cut_messages,
+    parts_of,
     plan_buckets,
     shard_messages,
     whole_messages,
@@ -80,6 +82,38 @@ def test_sources_take_turns():
     """Bucket i comes from source i, round and round."""
     buckets = plan_buckets([TensorMeta(f"{i}", "uint8", (64,)) for i in range(5)], 64)
     assert [2, 5, 2, 5, 2] == [m.source for m in whole_messages(buckets, [2, 5])]
+
+
+@pytest.mark.parametrize("num_ranks", [None, 1, 3])
+@pytest.mark.parametrize("limit", [64, 1000, 100_000])
+@pytest.mark.parametrize("seed", range(10))
+def test_messages_that_are_cut_hold_the_same_within_the_limit(seed, limit, num_ranks):
+    """Each element once, in order, and messages of a bucket follow each other."""
+    buckets = plan_buckets(random_tensors(seed), 5000)
+    whole = (
+        whole_messages(buckets, [0]) if num_ranks is None else shard_messages(buckets, num_ranks)
+    )
+    cut = cut_messages(whole, buckets, limit)
+    assert elements(whole, buckets) == elements(cut, buckets)
+    for message in cut:
+        assert message.num_bytes <= limit
+        end = 0
+        for part in parts_of(message, buckets[message.bucket]):
+            assert 0 == part.offset % ALIGNMENT
+            assert end <= part.offset
+            item = buckets[message.bucket].slices[part.slice].tensor.item_bytes
+            end = part.offset + part.num_items * item
+        assert end == message.num_bytes
+
+
+def elements(messages, buckets):
+    """List the elements that messages hold, by their sources, in order."""
+    return [
+        (message.bucket, message.source, part.slice, number)
+        for message in messages
+        for part in parts_of(message, buckets[message.bucket])
+        for number in range(part.first, part.first + part.num_items)
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])

@@ -1,0 +1,82 @@
+"""Frames, their memory and digests; which way weights take."""
+
+import datetime
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from agoge_async.backends.base import WeightShape
+from agoge_async.errors import WeightSyncError
+from agoge_async.weights.digest import CHUNK_WORDS, digest, multilinear
+from agoge_async.weights.frames import FramePool
+from agoge_async.weights.groups import Group
+from agoge_async.weights.manifest import GroupRoute
+from agoge_async.weights.routes import pick_transport
+
+
+@pytest.mark.parametrize("hashed", [digest, multilinear], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("num_words", [1, 7, CHUNK_WORDS, 3 * CHUNK_WORDS + 5])
+def test_a_digest_sees_every_bit_and_every_place(hashed, num_words):
+    """One bit that flips, two words that change places, bytes that are missing."""
+    torch.manual_seed(num_words)
+    data = torch.randint(0, 256, (8 * num_words,), dtype=torch.uint8)
+    seen = {hashed(data)}
+    for place in {0, 5, 8 * num_words - 1}:
+        changed = data.clone()
+        changed[place] ^= 16
+        seen.add(hashed(changed))
+    swapped = data.view(torch.int64).flip(0).contiguous().view(torch.uint8)
+    if num_words > 1:
+        seen |= {hashed(swapped), hashed(data[8:])}
+    assert len(seen) == 1 + len({0, 5, 8 * num_words - 1}) + 2 * (num_words > 1)
+    assert hashed(data.clone()) == hashed(data)
+
+
+def test_frames_are_used_again_once_nobody_looks():
+    """A loader that keeps a tensor keeps its memory; no other message is written into it."""
+    pool = FramePool()
+    first, second = pool.take(4096), pool.take(4096)
+    first.fill_(1)
+    address, other = first.data_ptr(), second.data_ptr()
+    kept = first[104:112].view(torch.int64)
+    del first
+    third = pool.take(4096)
+    assert third.data_ptr() not in {address, other}
+    assert kept.item() == 0x0101010101010101
+    del kept
+    assert address == pool.take(4000).data_ptr()
+    assert pool.take(1000).data_ptr() not in {address, other}, "no large one for a small message"
+
+
+@pytest.mark.parametrize(
+    ("devices", "own", "sources", "expected"),
+    [
+        (["cpu", "cpu"], "cpu", [0], "shm"),
+        (["gpu-1"], "cpu", [0], "shm"),
+        (["cpu"], "gpu-0", [0], "shm"),
+        (["gpu-1", "gpu-2"], "gpu-0", [0], "nccl"),
+        (["gpu-0"], "gpu-0", [0], "cuda_ipc"),
+        (["gpu-0", "gpu-0"], "gpu-0", [0], "cuda_ipc"),
+        (["gpu-0"], "gpu-0", [0, 1], "shm"),
+        (["gpu-0", "gpu-1"], "gpu-0", [0], "shm"),
+        (["gpu-1", "gpu-1"], "gpu-0", [0], "shm"),
+    ],
+)
+def test_the_transport_follows_the_places_of_weights(devices, own, sources, expected):
+    """NCCL has no two ranks of a group on one GPU; CUDA's IPC needs the same one."""
+    engines = [
+        WeightShape(incarnation=index, devices=(device,), dtype="bfloat16")
+        for index, device in enumerate(devices)
+    ]
+    assert expected == pick_transport(engines, own, sources)
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+def test_without_nccl_a_group_over_it_is_refused():
+    """Not silently left out: uninitialised weights would be loaded."""
+    route = GroupRoute("nccl", "127.0.0.1", 1, "epoch", (0,), 1)
+    store = HashStore()
+    store.set_timeout(datetime.timedelta(seconds=1))
+    with pytest.raises(WeightSyncError, match="this torch has no NCCL; take transport='gloo'"):
+        Group(store, route, 0, 0, torch.device("cpu"), 1.0)
