@@ -294,7 +294,7 @@ class Router:
             raise ValueError(f"mode must be drain or abort, got {mode!r}")
         targets = self._sleep_targets(model)
         for target in targets:
-            target.check_sleep()
+            target.check_sleep(level)
         await await_all(*(functools.partial(t.sleep, level, mode, timeout_s) for t in targets))
 
     async def wake_up(

@@ -31,7 +31,7 @@ class ServingDouble:
 
     death_errors = ()
 
-    def __init__(self, *, no_sleep: str | None = None) -> None:
+    def __init__(self, *, no_sleep: str | None = None, max_lora_rank: int = 0) -> None:
         self.calls = 0
         self.commands: list[str] = []
         self.faults: dict[CommandKind, Exception] = {}
@@ -39,10 +39,13 @@ class ServingDouble:
         self.gate.set()
         self.is_dead = False
         self.num_unfinished = 0
+        self.adapter_versions = ()
         self._no_sleep = no_sleep
+        self._max_lora_rank = max_lora_rank
 
     async def info(self) -> EngineInfo:
-        return EngineInfo(512, "0", False, False, ("cpu",), "float32", self._no_sleep)
+        options = (self._no_sleep, self._max_lora_rank)
+        return EngineInfo(512, "0", False, False, ("cpu",), "float32", *options)
 
     async def warm_up(self) -> None:
         pass

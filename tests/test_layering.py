@@ -39,6 +39,7 @@ LAYERS = [
 HEAVY = {"torch", "vllm"}
 # They run in the engine's processes, which is what loads vLLM, or in a trainer's.
 WITH_TORCH = {
+    "engine.adapters",
     "engine.host",
     "engine.layout",
     "engine.loading",

@@ -307,6 +307,18 @@ async def test_nothing_is_done_when_a_replica_cannot_sleep(local, backend, why):
             assert ("serving", []) == (local.status.state, local.serving.commands)
 
 
+async def test_an_engine_that_takes_adapters_keeps_its_base_model():
+    """No push would bring it back."""
+    local = LocalDouble(max_lora_rank=8)
+    with unfrozen():
+        async with Router({"m": local}) as router:
+            with pytest.raises(UnsupportedError, match=r"m/0 can't sleep: level 2 .*level=1"):
+                await router.sleep("m", level=2)
+            assert "serving" == local.status.state
+            await router.sleep("m")
+            await router.wake_up("m")
+
+
 @pytest.mark.parametrize(
     ("call", "options", "message"),
     [

@@ -113,6 +113,8 @@ class WeightShape:
     """Where each process that holds a part of the weights has it: "cpu", or a GPU's UUID."""
     dtype: str
     """torch's name, such as bfloat16."""
+    max_lora_rank: int = 0
+    """Of the LoRA adapters that it takes in place of whole weights; 0: it takes none."""
 
     @property
     def num_workers(self) -> int:
@@ -200,7 +202,7 @@ class SleepTarget(Protocol):
 
     name: str
 
-    def check_sleep(self) -> None:
+    def check_sleep(self, level: int) -> None:
         """Refuse to sleep, where it can't now or never can."""
         ...
 

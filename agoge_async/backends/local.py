@@ -219,7 +219,12 @@ class LocalBackend(Backend):
         self._running().check_push()
         info = self.engine.info
         assert info is not None
-        return WeightShape(incarnation=self.engine.pid, devices=info.devices, dtype=info.dtype)
+        return WeightShape(
+            incarnation=self.engine.pid,
+            devices=info.devices,
+            dtype=info.dtype,
+            max_lora_rank=info.max_lora_rank,
+        )
 
     async def begin_push(self, manifest: str, timeout_s: float) -> None:
         """Have the engine receive a push; touches nothing.
@@ -289,7 +294,7 @@ class LocalBackend(Backend):
             self._memory.engine.condemn(cause)
             self._memory = None
 
-    def check_sleep(self) -> None:
+    def check_sleep(self, level: int) -> None:
         """Refuse to sleep; does nothing where it can.
 
         Raises:
@@ -300,16 +305,22 @@ class LocalBackend(Backend):
         assert info is not None
         if info.no_sleep is not None:
             raise cannot_sleep(self.name, info.no_sleep)
+        if level == 2 and info.max_lora_rank:
+            raise cannot_sleep(
+                self.name,
+                "level 2 drops its base model's weights, which LoRA adapters don't bring back; "
+                "take level=1",
+            )
 
     async def sleep(self, level: int, mode: str, timeout_s: float) -> None:
         """Give the GPU's memory back once nothing runs; see `Router.sleep`."""
-        self.check_sleep()
+        self.check_sleep(level)
         await self._running().sleep(level, mode, timeout_s)
 
     async def wake_up(self, tags: Collection[str], timeout_s: float) -> None:
         """Take it again; an engine that is restarted will be awake anyway."""
         if self._memory is not None:
-            self.check_sleep()
+            self.check_sleep(1)
             await self._memory.wake_up(tags, timeout_s)
 
     def _show_state(self) -> None:

@@ -193,8 +193,9 @@ class Host:
             else:  # it overtook its call, or crossed with the answer
                 self._cancelled_early.add(message.id)
         elif isinstance(message, Query):
-            load = EngineLoad(message.id, len(self._tasks), self._serving.num_unfinished)
-            self._control.send(load)
+            serving = self._serving
+            unfinished, adapters = serving.num_unfinished, serving.adapter_versions
+            self._control.send(EngineLoad(message.id, len(self._tasks), unfinished, adapters))
         elif isinstance(message, Command):
             if message.kind is CommandKind.ABORT and self._obeying is not None:
                 kind, obeying = self._obeying

@@ -95,7 +95,8 @@ class CommandKind(StrEnum):
     BEGIN = "begin"
     """Receive: the body is a manifest. Touches nothing."""
     READY = "ready"
-    """Answer when the push is received and whole. Touches nothing."""
+    """Answer when the push is received and whole; vLLM has an adapter then, which nothing uses.
+    Touches nothing. An adapter needs nothing more before COMMIT: HOLD and LOAD do nothing."""
     HOLD = "hold"
     """Hold generation; the body says what becomes of requests that run: wait (they finish), abort
     (they end with what they have) or keep (they go on afterwards)."""
@@ -145,6 +146,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Of the weights, by torch's name."""
     no_sleep: str | None
     """Why it can't give its memory back; None: it can."""
+    max_lora_rank: int = 0
+    """0: the engine was started without LoRA."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -167,6 +170,8 @@ class EngineLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """Calls that the child is answering."""
     unfinished: int
     """Requests that vLLM has not finished."""
+    adapters: tuple[int, ...] = ()
+    """Versions of the LoRA adapters that vLLM has."""
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag="done", array_like=True):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from safetensors.torch import save_file
 
 from agoge_async.errors import WeightSyncError
 from agoge_async.weights.files import DiskInlet
@@ -280,6 +281,13 @@ def _on_own_stream(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
         yield
+
+
+def save_tensors(path: str | None, tensors: Tensors) -> None:
+    """Write tensors to a file of safetensors; None: only take them."""
+    held = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+    if path is not None:
+        save_file(held, path)
 
 
 def _place_parts(

@@ -13,6 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -37,6 +38,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from agoge_async.engine.adapters import Adapter, Adapters
 from agoge_async.engine.messages import (
     Call,
     CallKind,
@@ -49,6 +51,7 @@ from agoge_async.engine.messages import (
     ReplyKind,
     encode_json,
 )
+from agoge_async.weights.manifest import decode_manifest
 
 WORKER_EXTENSION = "agoge_async.engine.worker.WorkerExtension"
 CORE_EXIT_S = 1.0
@@ -76,12 +79,15 @@ class _Tap:
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     first_token: float | None = None
 
-    def note(self, output: RequestOutput) -> None:
+    def note(self, output: RequestOutput, adapter: Adapter | None) -> None:
         if self.first_token is None:
             self.first_token = time.monotonic()
         for completion in output.outputs:
             if completion.weight_versions:  # on the last output of each choice
-                self.policy_versions[completion.index] = _spans(completion)
+                spans = _spans(completion)
+                if adapter is not None:
+                    spans = [{"version": adapter.version, "start": 0, "end": spans[-1]["end"]}]
+                self.policy_versions[completion.index] = spans
 
     def time_to_first_token_s(self) -> float | None:
         """Give it for an answer in pieces; of one that comes at once, vLLM tells only the end."""
@@ -89,10 +95,14 @@ class _Tap:
 
 
 class _TappedEngine:
-    """The engine as the serving classes see it; notes what they don't pass on."""
+    """The engine as the serving classes see it; notes what they don't pass on.
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    Has each request that begins use the current adapter.
+    """
+
+    def __init__(self, engine: AsyncLLM, adapters: Adapters) -> None:
         self._engine = engine
+        self._adapters = adapters
         self._taps: dict[str, _Tap] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -109,12 +119,16 @@ class _TappedEngine:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         tap = self._taps.get(request_id)
-        generator = self._engine.generate(prompt, sampling_params, request_id, **options)
-        async with contextlib.aclosing(generator):  # else the abort waits for garbage collection
-            async for output in generator:
-                if tap is not None:
-                    tap.note(output)
-                yield output
+        with self._adapters.use() as adapter:
+            if adapter is not None:
+                options["lora_request"] = adapter.request
+            generator = self._engine.generate(prompt, sampling_params, request_id, **options)
+            # Else the abort would wait for garbage collection.
+            async with contextlib.aclosing(generator):
+                async for output in generator:
+                    if tap is not None:
+                        tap.note(output, adapter)
+                    yield output
 
 
 def _spans(completion: CompletionOutput) -> list[dict[str, int]]:
@@ -146,7 +160,8 @@ class Serving:
     def __init__(self, engine: AsyncLLM, spec: EngineSpec) -> None:
         self._engine = engine
         self._spec = spec
-        self._tapped = _TappedEngine(engine)
+        self._adapters = Adapters(engine, spec.served_model, Path(spec.work_dir, "adapters"))
+        self._tapped = _TappedEngine(engine, self._adapters)
         template = load_chat_template(spec.chat_template)
         parsing: dict[str, Any] = {
             "request_logger": None,
@@ -181,6 +196,7 @@ class Serving:
         """Say what this engine is."""
         devices = await self._engine.collective_rpc("agoge_device")
         config = self._engine.model_config
+        lora = self._engine.vllm_config.lora_config
         return EngineInfo(
             max_model_len=config.max_model_len,
             vllm_version=vllm.__version__,
@@ -189,6 +205,7 @@ class Serving:
             devices=tuple(devices),
             dtype=str(config.dtype).removeprefix("torch."),
             no_sleep=self._why_no_sleep(),
+            max_lora_rank=0 if lora is None else lora.max_lora_rank,
         )
 
     def _why_no_sleep(self) -> str | None:
@@ -215,6 +232,11 @@ class Serving:
         """Requests that vLLM has not finished."""
         return int(self._engine.get_num_unfinished_requests())
 
+    @property
+    def adapter_versions(self) -> tuple[int, ...]:
+        """Versions of the LoRA adapters that vLLM has."""
+        return self._adapters.versions
+
     def death_cause(self) -> str:
         """Say in one line why the engine is dead."""
         return "vLLM's EngineCore or one of its workers ended"
@@ -240,6 +262,7 @@ class Serving:
         return json.dumps(await steps[command.kind](command.body))
 
     async def _begin_push(self, manifest: str) -> None:
+        await self._adapters.begin(decode_manifest(manifest))
         answers = await self._engine.collective_rpc("agoge_begin_push", args=(manifest,))
         nowhere = set.intersection(*map(set, answers))  # each worker may hold a part only
         if nowhere:
@@ -250,8 +273,10 @@ class Serving:
     async def _wait_for_push(self, _: str) -> None:
         while True:  # a worker has no way to call
             if all(await self._engine.collective_rpc("agoge_push_is_ready")):
-                return
+                break
             await asyncio.sleep(READY_POLL_S)
+        if self._adapters.is_coming:
+            await self._adapters.load()
 
     async def _hold(self, mode: str) -> None:
         """Hold generation.
@@ -259,11 +284,15 @@ class Serving:
         Requests that come from now on don't share cached prefixes with older ones: they may be
         answered by other weights. vLLM finds no prefix that was cached under another salt.
         """
+        if self._adapters.is_coming:
+            return
         self._holds += 1
         self._is_held = True
         await self._engine.pause_generation(mode=mode, clear_cache=False)
 
     async def _load_push(self, version: str) -> dict[str, float]:
+        if self._adapters.is_coming:
+            return self._adapters.seconds
         self._version = int(version)
         loads = await self._engine.collective_rpc("agoge_load_push")
         return {name: max(load[name] for load in loads) for name in loads[0]}
@@ -273,11 +302,15 @@ class Serving:
         return {key: _union(worker[key] for worker in found) for key in found[0]}
 
     async def _commit_push(self, _: str) -> None:
+        if self._adapters.is_coming:
+            self._adapters.adopt()
+            return
         await self._engine.update_weight_version(str(self._version))
         await self._let_go()
 
     async def _abort_push(self, _: str) -> str | None:
         faults = await self._engine.collective_rpc("agoge_abort_push")
+        await self._adapters.give_up()
         await self._let_go()
         return next((fault for fault in faults if fault is not None), None)
 

@@ -7,6 +7,7 @@ child that `host` runs in; a thread in each worker ends the whole group when tha
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ class WorkerExtension:
         worker: Any = self
         manifest = decode_manifest(text)
         self._agoge_weights = self._agoge_weights or ModelWeights(worker)
-        unplaced = self._agoge_weights.expect(manifest)
+        unplaced = [] if manifest.adapter else self._agoge_weights.expect(manifest)
         self._agoge_receiver = self._agoge_receiver or PushReceiver(worker.rank, worker.device)
         self._agoge_receiver.begin(manifest)
         return unplaced
@@ -73,6 +74,14 @@ class WorkerExtension:
         """Put the push into the model; gives the seconds it took."""
         receiver, weights = self._agoge_begun()
         return receiver.load(weights.load)
+
+    def agoge_save_push(self, path: str) -> dict[str, float]:
+        """Write the push to a file, once for all workers; gives the seconds it took."""
+        from agoge_async.engine.receiver import save_tensors
+
+        worker: Any = self
+        put = functools.partial(save_tensors, path if worker.rank == 0 else None)
+        return self._agoge_begun()[0].load(put)
 
     def agoge_compare_push(self) -> dict[str, list[str]]:
         """Compare the push with the model; ends the push."""

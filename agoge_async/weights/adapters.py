@@ -1,4 +1,4 @@
-"""A model with LoRA adapters of PEFT, seen as its base model's checkpoint.
+"""A model with LoRA adapters of PEFT: its base model's checkpoint with them merged, or one alone.
 
 Adapters are merged as each weight is read; nothing of the trainer's changes. PEFT's layers are
 known by their attributes: `peft` is imported by whoever made the model.
@@ -7,6 +7,7 @@ known by their attributes: `peft` is imported by whoever made the model.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,12 @@ class Delta:
         if self._is_embedding:
             return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
         return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+
+    def names(self, layer: str) -> tuple[str, str]:
+        """Name the parts of a weight's as PEFT saves them, given the layer's name."""
+        if self._is_embedding:
+            return f"{layer}.lora_embedding_A", f"{layer}.lora_embedding_B"
+        return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
     @property
     def _is_embedding(self) -> bool:
@@ -78,13 +85,62 @@ def base_model(model: Any) -> Any:
     Raises:
         ValueError: Its adapter isn't one that can be merged.
     """
-    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+    if not _is_peft_model(model):
         return model
     for config in model.peft_config.values():
         if config.is_prompt_learning:
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ValueError(f"an adapter of type {kind} can't be pushed; only LoRA can")
     return model.get_base_model()
+
+
+def _is_peft_model(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter as PEFT saves it."""
+
+    config: str
+    """PEFT's configuration, as JSON."""
+    rank: int
+    """The largest of its layers'."""
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: Any) -> Adapter:
+        """Take the one that is active.
+
+        Raises:
+            ValueError: There is none, or it isn't all that is trained.
+        """
+        active = list(model.active_adapters) if _is_peft_model(model) else []
+        if len(active) != 1:
+            raise _not_alone(f"needs PEFT's model with one active adapter, not {len(active)}")
+        tensors: dict[str, torch.Tensor] = {}
+        rank = 0
+        for name, layer in model.named_modules():
+            for _, delta in _layer_deltas(layer, name) if _is_layer(layer) else ():
+                if not delta.is_bias:
+                    tensors |= dict(zip(delta.names(name), delta.parts, strict=True))
+                    rank = max(rank, layer.r[delta.adapter])
+        if not tensors:
+            raise _not_alone("needs an adapter with LoRA layers")
+        sent = set(map(id, tensors.values()))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in sent:
+                raise _not_alone(f"can't send {name}, which is trained too")
+        config = model.peft_config[active[0]].to_dict()
+        return cls(json.dumps(config, default=_plain), rank, tensors)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def _not_alone(why: str) -> ValueError:
+    return ValueError(f"lora='adapter' {why}; take 'merged'")
 
 
 def checkpoint_tensors(

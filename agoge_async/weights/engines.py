@@ -187,6 +187,38 @@ async def wait_for_engines(push: EnginePush) -> list[WeightShape]:
     return engines
 
 
+def check_adapters(
+    targets: Sequence[WeightTarget], engines: Sequence[WeightShape], rank: int | None
+) -> None:
+    """Refuse to send what an engine doesn't take.
+
+    An engine that takes adapters gets nothing else: whole weights would change under requests that
+    have begun with an adapter, and a restarted engine would have it on other weights than before.
+
+    Args:
+        targets: The engines.
+        engines: What they say of themselves.
+        rank: Of the LoRA adapter that is sent; None: it is whole weights.
+
+    Raises:
+        WeightSyncError: Says which engine, and what to do.
+    """
+    for target, engine in zip(targets, engines, strict=True):
+        largest = engine.max_lora_rank
+        if rank is None and largest:
+            why = "takes LoRA adapters only: connect with lora='adapter', or start it without "
+            why += "enable_lora"
+        elif rank is not None and not largest:
+            why = "takes no LoRA adapters: give it the engine_args enable_lora: true, max_loras: "
+            why += f"2 and max_lora_rank: {rank} (or the next that vLLM takes)"
+        elif rank is not None and rank > largest:
+            why = f"takes LoRA adapters of rank {largest} at most (max_lora_rank in engine_args); "
+            why += f"this one's is {rank}"
+        else:
+            continue
+        raise WeightSyncError(f"engine {target.name} {why}", culprit=target.name)
+
+
 async def leave(targets: Sequence[WeightTarget]) -> None:
     """Have engines let go of what pushes used; those that don't run have nothing."""
 

@@ -105,6 +105,9 @@ class Manifest(msgspec.Struct, frozen=True):
     checks_digests: bool
     first_worker: int = 1
     """Number of this engine's first worker among those of all engines, from 1 on."""
+    adapter: str | None = None
+    """PEFT's configuration, as JSON, of the LoRA adapter that the tensors are; None: they are the
+    model's weights."""
 
     @property
     def tensors(self) -> list[TensorMeta]:

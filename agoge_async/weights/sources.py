@@ -15,6 +15,7 @@ from torch import nn
 
 from agoge_async.errors import WeightSyncError
 from agoge_async.weights.adapters import (
+    Adapter,
     Deltas,
     base_model,
     checkpoint_tensors,
@@ -34,19 +35,27 @@ class ModelSource:
 
     Args:
         model: A `torch.nn.Module` or a DeepSpeed engine of any ZeRO stage.
+        adapter_alone: Only the LoRA adapter, under the names that PEFT saves it by.
 
     Raises:
-        ValueError: An adapter can't be merged.
+        ValueError: An adapter can't be merged, or isn't all that is trained.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        module = base_model(_unwrapped(model))
+    def __init__(self, model: nn.Module, *, adapter_alone: bool = False) -> None:
+        module = _unwrapped(model)
+        self.adapter = Adapter.of(module) if adapter_alone else None
+        """Which the tensors are; None: they are a model."""
+        tensors: Iterable[tuple[str, torch.Tensor, Deltas]]
+        if self.adapter is not None:
+            tensors = ((name, tensor, ()) for name, tensor in self.adapter.tensors.items())
+        else:
+            tensors = checkpoint_tensors(base_model(module))
         self._tensors: dict[str, torch.Tensor] = {}
         self._deltas: dict[str, Deltas] = {}
         self.aliases: dict[str, str] = {}
         """Other names of tied parameters, and the name that is sent."""
         first_names: dict[tuple[int, Deltas], str] = {}
-        for name, tensor, deltas in checkpoint_tensors(module):
+        for name, tensor, deltas in tensors:
             first = first_names.setdefault((id(tensor), deltas), name)
             if first == name:
                 self._tensors[name] = tensor

@@ -31,7 +31,14 @@ from agoge_async.errors import BackendError, UnsupportedError, WeightSyncError
 from agoge_async.metrics import PushRecord, VerifyRecord
 from agoge_async.router import Router
 from agoge_async.tasks import await_all, await_both
-from agoge_async.weights.engines import CLEANUP_S, EnginePush, deadline, leave, wait_for_engines
+from agoge_async.weights.engines import (
+    CLEANUP_S,
+    EnginePush,
+    check_adapters,
+    deadline,
+    leave,
+    wait_for_engines,
+)
 from agoge_async.weights.frames import frame_bytes
 from agoge_async.weights.manifest import GroupRoute, Manifest
 from agoge_async.weights.plan import cut_messages, plan_buckets, shard_messages, whole_messages
@@ -81,6 +88,7 @@ class SyncOptions:
     check_digests: bool
     timeout_s: float
     folder: str | None
+    lora: str
 
 
 class ParamSyncer:
@@ -126,12 +134,12 @@ class ParamSyncer:
         check_digests: bool = True,
         timeout_s: float = 300.0,
         folder: str | os.PathLike[str] | None = None,
+        lora: Literal["merged", "adapter"] = "merged",
     ) -> Self:
         """Bring a trainer and engines together; every rank calls it, in the same order.
 
         Args:
-            trainer_model: A module or DeepSpeed engine. Active LoRA adapters of PEFT are merged
-                into what is sent.
+            trainer_model: A module or DeepSpeed engine.
             router: On rank 0: the router, or the backends themselves; elsewhere None.
             model: The router's model that is pushed to.
             gather: `gather_one`, `gather_all`, `bucketed` or `shards` (ZeRO-3 only).
@@ -148,6 +156,10 @@ class ParamSyncer:
             timeout_s: For connecting, and for each push as a whole.
             folder: For `disk`: each push becomes a folder `v<version>` in it, and the one before is
                 removed once all engines have the new one.
+            lora: What is sent of a model with LoRA adapters of PEFT: its base model with them
+                `merged`, or the `adapter` alone, to engines that were started from the base model
+                with `enable_lora`. Then requests that run finish with the adapter that they began
+                with; engines drop it after the last of them.
 
         Raises:
             WeightSyncError: A rank didn't come.
@@ -157,17 +169,19 @@ class ParamSyncer:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         rank, num_ranks = rank_and_size()
-        source = ModelSource(trainer_model)
+        is_adapter = _choice("lora", lora, {"merged": False, "adapter": True})
+        source = ModelSource(trainer_model, adapter_alone=is_adapter)
         options = SyncOptions(
             gather=_choice("gather", gather, GATHER_NAMES),
             transport=_choice("transport", transport, {name: name for name in TRANSPORTS}),
             round_robin=_choice("sources", sources, {"rank0": False, "round_robin": True}),
             bucket_bytes=bucket_bytes,
             mode=_choice("mode", mode, PAUSE_MODES),
-            staged=staged,
+            staged=staged or is_adapter,
             check_digests=check_digests,
             timeout_s=timeout_s,
             folder=None if folder is None else os.fspath(folder),
+            lora=lora,
         )
         _check_together(options, source)
         targets = _targets(router, model) if rank == 0 else []
@@ -199,8 +213,11 @@ class ParamSyncer:
         it compares.
 
         Raises:
-            WeightSyncError: It couldn't be done, on all ranks with the same words.
+            WeightSyncError: It couldn't be done, on all ranks with the same words; an adapter
+                can't be compared.
         """
+        if self._source.adapter is not None:
+            raise WeightSyncError("verify() can't compare an adapter with what the engines have")
         what = "verify()"
         async with self._lock:
             if isinstance(self._ends, Spoke):
@@ -278,6 +295,7 @@ class ParamSyncer:
             transfer_s = time.monotonic() - started
         push.doing = "committing"
         stall_s = await push.commit()
+        load_s = max(load["load_s"] for load in loads)
         await anyio.to_thread.run_sync(self._routes.committed, manifest)
         self._snapshot = manifest if manifest.route.is_lasting else None
         return PushRecord(
@@ -294,8 +312,8 @@ class ParamSyncer:
             transfer_s=transfer_s,
             gather_s=max(part.gather_s for part in sent),
             send_s=max(part.send_s for part in sent),
-            load_s=max(load["load_s"] for load in loads),
-            stall_s=stall_s,
+            load_s=load_s,
+            stall_s=stall_s if manifest.adapter is None else load_s,
             peak_extra_bytes=max(part.peak_extra_bytes for part in sent),
         )
 
@@ -318,6 +336,8 @@ class ParamSyncer:
     async def _prepare(self, push: EnginePush, *, is_staged: bool) -> Manifest:
         push.doing = "waiting for the engines to serve"
         engines = await wait_for_engines(push)
+        adapter = self._source.adapter
+        check_adapters(push.targets, engines, None if adapter is None else adapter.rank)
         self._snapshot = None
         plan = functools.partial(self._plan, engines, push.version, is_staged=is_staged)
         return await anyio.to_thread.run_sync(plan)
@@ -441,6 +461,7 @@ class ParamSyncer:
             timeout_s=options.timeout_s,
             is_staged=is_staged or not route.is_live,
             checks_digests=options.check_digests,
+            adapter=None if self._source.adapter is None else self._source.adapter.config,
         )
 
     # Every rank.

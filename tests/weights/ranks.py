@@ -5,6 +5,7 @@ Usage: ranks.py STAGE:WHAT ..., where WHAT is gather strategies with commas betw
 """
 
 import asyncio
+import dataclasses
 import itertools
 import os
 import signal
@@ -48,12 +49,7 @@ class Model(nn.Module):
 def with_adapter(model: nn.Module) -> nn.Module:
     import peft
 
-    config = peft.LoraConfig(
-        r=2,
-        target_modules=["layers.0", "layers.2"],
-        modules_to_save=["norm"],
-        init_lora_weights=False,
-    )
+    config = peft.LoraConfig(r=2, target_modules=["layers.0", "layers.2"], init_lora_weights=False)
     return peft.get_peft_model(model, config)
 
 
@@ -87,12 +83,18 @@ def train(engine) -> None:
     engine.step()
 
 
-def whole(engine) -> dict[str, torch.Tensor]:
-    """Gather the parameters as DeepSpeed documents it, on every rank; PEFT merges an adapter."""
+def gathered(engine) -> dict[str, torch.Tensor]:
+    """Gather the parameters as DeepSpeed documents it, on every rank."""
     found = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             found[name] = parameter.detach().clone()
+    return found
+
+
+def whole(engine) -> dict[str, torch.Tensor]:
+    """Give what engines should have; an adapter is merged by PEFT."""
+    found = gathered(engine)
     if not any("lora_A" in name for name in found):
         return found
     model = with_adapter(Model())
@@ -145,12 +147,24 @@ async def push_all(engine, gathers: str) -> None:
 
 
 async def push_lora(engine, _: str) -> None:
-    """Push with an adapter merged; what can't be is refused."""
+    """Push with an adapter merged, then the adapter alone; what can't be is refused."""
     try:
         await ParamSyncer.connect(engine, None, gather="shards")
     except ValueError as error:
         say(str(error))
     await push_all(engine, "bucketed")
+    target = Target("engine/0")
+    target.shape = dataclasses.replace(target.shape, max_lora_rank=8)
+    targets = [target] if torch.distributed.get_rank() == 0 else None
+    options = {"lora": "adapter", "gather": "shards", "transport": "shm", "timeout_s": TIMEOUT_S}
+    async with await ParamSyncer.connect(engine, targets, **options) as syncer:
+        await syncer.push(version=1)
+    found = gathered(engine)
+    adapter = {name.replace(".default", ""): t for name, t in found.items() if "lora_" in name}
+    if targets:
+        assert adapter.keys() == target.weights.keys()
+        assert all(torch.equal(tensor, target.weights[name]) for name, tensor in adapter.items())
+    target.close()
 
 
 async def count_memory(engine, _: str) -> None:

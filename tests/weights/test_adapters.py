@@ -1,6 +1,8 @@
 """Pushes of models with PEFT's adapters, into the receivers of test_push.py."""
 
 import copy
+import dataclasses
+import json
 import warnings
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from torch import nn
 
 import agoge_async
 from agoge_async.backends.base import WeightShape
+from agoge_async.errors import WeightSyncError
+from agoge_async.weights.manifest import decode_manifest
 from agoge_async.weights.syncer import ParamSyncer
 from tests.weights.test_push import TRANSPORTS, Target, assert_equal, connected
 
@@ -204,3 +208,103 @@ async def test_what_is_no_adapter_of_layers_is_refused(tiny):
     model = peft.get_peft_model(copy.deepcopy(tiny), config)
     with pytest.raises(ValueError, match="an adapter of type PROMPT_TUNING can't be pushed"):
         await ParamSyncer.connect(model, [Target("engine/0")])
+
+
+class AdapterTarget(Target):
+    """Takes adapters."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.shape = dataclasses.replace(self.shape, max_lora_rank=8)
+        self.config: dict[str, object] = {}
+
+    async def begin_push(self, manifest: str, timeout_s: float) -> None:
+        self.config = json.loads(decode_manifest(manifest).adapter)
+        await super().begin_push(manifest, timeout_s)
+
+
+@pytest.mark.parametrize("targets", [("layers.1", "turned"), ("layers.1", "turned", "embed")])
+@pytest.mark.parametrize("kind", TRANSPORTS)
+async def test_an_adapter_comes_as_peft_saves_it(kind, targets, tmp_path):
+    """Bit for bit, push after push; staged, whatever else is asked for."""
+    model = with_adapter(Policy(), targets)
+    target = AdapterTarget("engine/0")
+    options = {"transport": kind, "folder": tmp_path if kind == "disk" else None}
+    async with await ParamSyncer.connect(
+        model, [target], lora="adapter", staged=False, **options
+    ) as syncer:
+        for version in (1, 2):
+            train(model)
+            record = await syncer.push(version=version)
+            expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+            assert expected.keys() == target.weights.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(tensor, target.weights[name]), name
+        assert ["begin", "ready", "hold keep", "load", "commit"] * 2 == target.calls
+    assert sum(tensor.nbytes for tensor in expected.values()) == record.num_bytes
+    target.close()
+
+
+async def test_an_adapters_configuration_comes_with_it(tmp_path):
+    """As PEFT saves it, but for what only tells how to load it."""
+    model = with_adapter(Policy(), rank_pattern={"turned": 7}, use_rslora=True)
+    target = AdapterTarget("engine/0")
+    async with await ParamSyncer.connect(model, [target], lora="adapter") as syncer:
+        await syncer.push(version=1)
+    target.close()
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    for config in (saved, target.config):
+        config["target_modules"] = sorted(config["target_modules"])
+        del config["inference_mode"], config["auto_mapping"]
+    assert saved == target.config
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Policy, "needs PEFT's model with one active adapter, not 0; take 'merged'"),
+        (
+            lambda: with_adapter(Policy(), modules_to_save=["score"]),
+            "can't send base_model.model.score.modules_to_save.default.weight, which is trained",
+        ),
+        (
+            lambda: with_adapter(Policy(), ("layers.0", "turned"), lora_bias=True),
+            "can't send .*layers.0.lora_B.default.bias, which is trained too",
+        ),
+    ],
+    ids=["none", "modules_to_save", "bias"],
+)
+async def test_what_an_adapter_alone_does_not_hold_is_refused(make, message):
+    """Else the engine would answer with less than was trained."""
+    with pytest.raises(ValueError, match=message):
+        await ParamSyncer.connect(make(), [AdapterTarget("engine/0")], lora="adapter")
+
+
+@pytest.mark.parametrize(
+    ("largest", "lora", "message"),
+    [
+        (0, "adapter", "engine/1 takes no LoRA adapters: .* max_lora_rank: 4 "),
+        (2, "adapter", "engine/1 takes LoRA adapters of rank 2 at most .*; this one's is 4"),
+        (8, "merged", "engine/1 takes LoRA adapters only: connect with lora='adapter'"),
+    ],
+)
+async def test_engines_that_do_not_take_what_is_sent_are_named(largest, lora, message):
+    """Before anything is sent to any."""
+    targets = [AdapterTarget("engine/0") if lora == "adapter" else Target("engine/0")]
+    targets.append(Target("engine/1"))
+    targets[1].shape = dataclasses.replace(targets[1].shape, max_lora_rank=largest)
+    async with await ParamSyncer.connect(with_adapter(Policy()), targets, lora=lora) as syncer:
+        with pytest.raises(WeightSyncError, match=message) as caught:
+            await syncer.push(version=1)
+    assert "engine/1" == caught.value.culprit
+    assert not any("begin" in target.calls for target in targets)
+
+
+async def test_verify_refuses_an_adapter():
+    """What vLLM has of it can't be read back."""
+    async with await ParamSyncer.connect(
+        with_adapter(Policy()), [AdapterTarget("engine/0")], lora="adapter"
+    ) as syncer:
+        with pytest.raises(WeightSyncError, match="can't compare an adapter"):
+            await syncer.verify()

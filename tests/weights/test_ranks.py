@@ -90,7 +90,7 @@ def test_a_rank_takes_two_buckets_and_no_more(pushes):
         assert peaks[gather][1] <= 2 * 2.1 + 4
 
 
-def test_two_ranks_push_a_model_with_its_adapter_merged(pushes):
+def test_two_ranks_push_a_model_with_its_adapter_merged_and_the_adapter_alone(pushes):
     """Under ZeRO-3 base and adapter are gathered together, a bucket at a time.
 
     trl#5766: merging gathered the whole model.
