@@ -26,6 +26,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from agoge_async.errors import WeightSyncError
 from agoge_async.weights.plan import TensorMeta
 
+PLAIN_METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""vLLM's ways to compute with a layer that leave its parameters as they are loaded."""
 MAX_NAMED = 5
 """Names that an error lists."""
 
@@ -65,6 +67,8 @@ class Layout(NamedTuple):
     """By the checkpoint's names; a name that this worker has no place for isn't in it."""
     shapes: dict[tuple[str, str], tuple[int, ...]]
     """Of the parameters as a checkpoint fills them, by module and name."""
+    is_plain: bool
+    """Whether the model computes with nothing but what the checkpoint's tensors are copied to."""
 
 
 class Comparison(NamedTuple):
@@ -114,11 +118,27 @@ def map_layout(
             raise WeightSyncError(f"the engine's model did not take {name} and what follows it")
         shapes = {place: tuple(tensor.shape) for place, tensor in parameters.items()}
     _add_shared(model, recorder.places, shapes)
-    layout = Layout(recorder.places, shapes)
+    is_plain = not recorder.transforms and _is_plain(model, shapes)
+    layout = Layout(recorder.places, shapes, is_plain)
     _check_apart(layout, aliases)
     if not may_lack:
         _check_filled(layout, recorder.filled)
     return layout
+
+
+def copy_in_place(model: Any, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy a checkpoint's tensors to where they lie in a plain model.
+
+    Args:
+        model: vLLM's, running.
+        layout: Of these tensors; plain.
+        tensors: By name, contiguous.
+    """
+    with torch.inference_mode():
+        for name, tensor in tensors:
+            for place in layout.places.get(name, ()):
+                parameter = getattr(model.get_submodule(place.module), place.parameter)
+                place.inside.on(parameter.data).copy_(place.taken.on(tensor))
 
 
 def compare(model: Any, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
@@ -197,6 +217,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch types it as A
         self.places: dict[str, list[Place]] = {}
         self.filled: dict[tuple[str, str], int] = {}
         """Elements, by parameter; those of padding, which loaders zero, included."""
+        self.transforms = False
+        """Whether a loader computes what it writes."""
         self._targets = {_storage(tensor): place for place, tensor in parameters.items()}
         self._offered: dict[int, tuple[str, torch.Tensor]] = {}
 
@@ -223,7 +245,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch types it as A
         if not isinstance(value, torch.Tensor):
             return
         offered = self._offered.get(_storage(value))
-        if offered is not None:
+        if offered is None:
+            self.transforms = True
+        else:
             taken = value.expand(into.shape)
             place = Place(*target, Window.of(into), Window.of(taken))
             self.places.setdefault(offered[0], []).append(place)
@@ -239,6 +263,21 @@ _WRITES = {
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _is_plain(model: nn.Module, shapes: dict[tuple[str, str], tuple[int, ...]]) -> bool:
+    """Say whether no module packs, moves or derives anything after it was loaded (vLLM 0.32)."""
+    for (module, own), shape in shapes.items():
+        parameter = getattr(model.get_submodule(module), own)
+        if tuple(parameter.shape) != shape or not parameter.is_contiguous():
+            return False
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        packed = getattr(getattr(layer, "cpu_linear", None), "__closure__", None)
+        is_latent = hasattr(layer, "kv_b_proj")  # multi-head latent attention, which absorbs it
+        if type(method).__name__ not in PLAIN_METHODS or packed is not None or is_latent:
+            return False
+    return True
 
 
 def _add_shared(
