@@ -29,6 +29,7 @@ class ModelWeights:
     def __init__(self, worker: Any) -> None:
         self._model = worker.get_model()
         self._config = worker.model_config
+        self._device: torch.device = worker.device
         self._layout: tuple[list[TensorMeta], dict[str, str], Layout] | None = None
 
     def expect(self, manifest: Manifest) -> list[str]:
@@ -57,7 +58,12 @@ class ModelWeights:
         assert self._layout is not None
         if self._layout[2].is_plain:
             copy_in_place(self._model, self._layout[2], tensors)
-            return
+        else:
+            self._load_by_layer(tensors)
+        if self._device.type == "cuda":  # what is read may be overwritten from now on
+            torch.cuda.synchronize(self._device)
+
+    def _load_by_layer(self, tensors: Tensors) -> None:
         with torch.inference_mode():
             initialize_layerwise_reload(self._model)
             self._model.load_weights(tensors)
