@@ -562,17 +562,14 @@ def engine_bars(found: Measured) -> list[Bar]:
             bar=0.25,
             at_most=True,
         ),
-        Bar(
-            what="gloo: whole push, over a call a parameter",
-            ratios=found.ratio(peers, "gloo", "total_s"),
-            bar=4,
-            at_most=False,
-        ),
-        Bar(
-            what="shm: whole push, over a call a parameter",
-            ratios=found.ratio(peers, "shm", "total_s"),
-            bar=4,
-            at_most=False,
+        *(
+            Bar(
+                what=f"{cell}: whole push, over a call a parameter",
+                ratios=found.ratio(peers, cell, "total_s"),
+                bar=4,
+                at_most=False,
+            )
+            for cell in ("gloo", "gloo, not staged", "shm")
         ),
     ]
 
