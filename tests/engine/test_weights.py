@@ -72,12 +72,15 @@ async def test_engines_answer_with_the_weights_that_were_pushed(
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "drain"])
 async def test_a_push_while_requests_run(trained, policy, mode):
-    """No request is lost, and the spans say truly which weights sampled which token."""
-    old = next_version(trained)
-    choices = []
+    """No request is lost, and the spans say truly which weights sampled which token.
 
-    async def ask() -> None:
-        choices.append(await sample(trained, max_tokens=LONG, temperature=1, timeout_s=120))
+    torchforge#251: requests that come during the push were admitted to whatever was there.
+    """
+    old = next_version(trained)
+    choices, late = [], []
+
+    async def ask(answers) -> None:
+        answers.append(await sample(trained, max_tokens=LONG, temperature=1, timeout_s=120))
 
     async with await ParamSyncer.connect(
         policy, trained, model="tiny", mode=mode, timeout_s=90
@@ -85,12 +88,21 @@ async def test_a_push_while_requests_run(trained, policy, mode):
         await syncer.push(version=old)
         async with anyio.create_task_group() as group:
             for _ in range(8):
-                group.start_soon(ask)
+                group.start_soon(ask, choices)
             await _until_generating(trained)
+            for _ in range(4):
+                group.start_soon(ask, late)
             await syncer.push(version=old + 1)
         after = await sample(trained)
     assert [(old + 1, 0, 20)] == [(s.version, s.start, s.end) for s in after.policy_versions]
-    assert 8 == len(choices)
+    assert [8, 4] == [len(choices), len(late)]
+    for choice in late:
+        spans = [(span.version, span.start, span.end) for span in choice.policy_versions]
+        assert [version for version, _, _ in spans] in ([old], [old, old + 1], [old + 1])
+        assert [0, *(end for _, _, end in spans)] == [
+            *(start for _, start, _ in spans),
+            len(choice.token_ids),
+        ]
     for choice in choices:
         spans = [(span.version, span.start, span.end) for span in choice.policy_versions]
         count = len(choice.token_ids)
