@@ -49,6 +49,8 @@ def remove_others(folder: Path) -> None:
 class DiskLane:
     """Writes a file a message."""
 
+    takes_any_order = False
+
     def __init__(self, folder: Path, manifest: Manifest, largest: int) -> None:
         self._folder = folder
         self._manifest = manifest

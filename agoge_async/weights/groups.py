@@ -132,6 +132,8 @@ def _make_nccl(
 class GroupLane:
     """Sends from `num_frames` frames in turn: one is filled while another is on its way."""
 
+    takes_any_order = False
+
     def __init__(self, group: Group, largest: int, num_frames: int, device: torch.device) -> None:
         self._group = group
         self._frames = [

@@ -104,6 +104,7 @@ class SegmentLane:
     """Writes each message to its place: what is written is sent."""
 
     num_bytes = 0
+    takes_any_order = True
 
     def __init__(self, memory: Memory, messages: Sequence[Message]) -> None:
         self._frames = frames_in(memory.data, messages)

@@ -102,7 +102,11 @@ class ModelSource:
         """Memory that reading tensors takes: ZeRO-3 has to gather them, an adapter is merged."""
         names = list(names)
         whole: int = sum(t.ds_numel * t.element_size() for t in self._partitioned(names))
-        return whole + max(merge_bytes(self._tensors[n], self._deltas[n]) for n in names)
+        return whole + self.merging_bytes(names)
+
+    def merging_bytes(self, names: Iterable[str]) -> int:
+        """Memory that merging an adapter into one of these tensors takes."""
+        return max(merge_bytes(self._tensors[n], self._deltas[n]) for n in names)
 
     def _partitioned(self, names: Iterable[str]) -> list[Any]:
         """List what ZeRO-3 has to gather for whole tensors, adapters included."""

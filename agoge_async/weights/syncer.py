@@ -151,7 +151,9 @@ class ParamSyncer:
             bucket_bytes: Largest size of a bucket; a larger tensor is a bucket of its own.
             mode: What becomes of requests that run during the load: `keep` (frozen, then they go
                 on with the new weights), `abort` (end with what they have), `drain` (finish first).
-            staged: Generation goes on while the engines receive.
+            staged: Generation goes on while the engines receive; over a group or a disk each of
+                their workers takes the size of the weights in the host's memory for it, until
+                `aclose`. Else generation is held from the first byte on.
             check_digests: Compare a digest of each message before anything is loaded.
             timeout_s: For connecting, and for each push as a whole.
             folder: For `disk`: each push becomes a folder `v<version>` in it, and the one before is

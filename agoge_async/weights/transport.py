@@ -18,6 +18,11 @@ class Lane(Protocol):
         """Memory that it holds of its own."""
         ...
 
+    @property
+    def takes_any_order(self) -> bool:
+        """Whether messages may be written at once, by several threads, and sent in any order."""
+        ...
+
     def frame(self, message: Message) -> torch.Tensor:
         """Give the memory that a message is to be written to; waits until it is free."""
         ...
