@@ -6,7 +6,7 @@ READY := $(VENV)/.agoge-async-ready
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test check bench lint format type layering clean
+.PHONY: help setup demo test test-all check bench lint format type layering clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -24,10 +24,14 @@ demo: $(READY) ## Run the demo: a router over local engines
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest
 
-check: lint type layering test ## Run all that CI runs: format check, lint, types, layering, tests
+test-all: $(READY) ## Run also the tests that take long: engines and ranks that are killed
+	$(BIN)/python -m pytest -m "slow or not slow"
 
-bench: $(READY) ## Measure the local engine
+check: lint type layering test-all ## Run all that CI runs: format check, lint, types, layering, tests
+
+bench: $(READY) ## Measure the local engine, and pushes of weights
 	$(BIN)/python benchmarks/local_engine.py
+	$(BIN)/python benchmarks/weight_sync.py
 
 lint: $(READY) ## Check the code's style and format
 	$(BIN)/ruff check

@@ -56,6 +56,8 @@ class PushRecord:
     cast: tuple[str, ...]
     """Types of the trainer that were cast to the engines' before the send."""
     total_s: float
+    transfer_s: float
+    """Until all engines had everything, whole; of a push that isn't staged, until it was loaded."""
     gather_s: float
     """Of the rank that took longest: gathering, and writing to the buckets."""
     send_s: float

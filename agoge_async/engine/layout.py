@@ -26,6 +26,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from agoge_async.errors import WeightSyncError
 from agoge_async.weights.plan import TensorMeta
 
+PLAIN_METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""vLLM's ways to compute with a layer that leave its parameters as they are loaded."""
 MAX_NAMED = 5
 """Names that an error lists."""
 
@@ -65,6 +67,8 @@ class Layout(NamedTuple):
     """By the checkpoint's names; a name that this worker has no place for isn't in it."""
     shapes: dict[tuple[str, str], tuple[int, ...]]
     """Of the parameters as a checkpoint fills them, by module and name."""
+    is_plain: bool
+    """Whether the model computes with nothing but what the checkpoint's tensors are copied to."""
 
 
 class Comparison(NamedTuple):
@@ -114,9 +118,27 @@ def map_layout(
             raise WeightSyncError(f"the engine's model did not take {name} and what follows it")
         shapes = {place: tuple(tensor.shape) for place, tensor in parameters.items()}
     _add_shared(model, recorder.places, shapes)
+    is_plain = not recorder.transforms and _is_plain(model, shapes)
+    layout = Layout(recorder.places, shapes, is_plain)
+    _check_apart(layout, aliases)
     if not may_lack:
-        _check_filled(recorder, shapes)
-    return Layout(recorder.places, shapes)
+        _check_filled(layout, recorder.filled)
+    return layout
+
+
+def copy_in_place(model: Any, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy a checkpoint's tensors to where they lie in a plain model.
+
+    Args:
+        model: vLLM's, running.
+        layout: Of these tensors; plain.
+        tensors: By name, contiguous.
+    """
+    with torch.inference_mode():
+        for name, tensor in tensors:
+            for place in layout.places.get(name, ()):
+                parameter = getattr(model.get_submodule(place.module), place.parameter)
+                place.inside.on(parameter.data).copy_(place.taken.on(tensor))
 
 
 def compare(model: Any, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
@@ -195,6 +217,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch types it as A
         self.places: dict[str, list[Place]] = {}
         self.filled: dict[tuple[str, str], int] = {}
         """Elements, by parameter; those of padding, which loaders zero, included."""
+        self.transforms = False
+        """Whether a loader computes what it writes."""
         self._targets = {_storage(tensor): place for place, tensor in parameters.items()}
         self._offered: dict[int, tuple[str, torch.Tensor]] = {}
 
@@ -221,7 +245,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch types it as A
         if not isinstance(value, torch.Tensor):
             return
         offered = self._offered.get(_storage(value))
-        if offered is not None:
+        if offered is None:
+            self.transforms = True
+        else:
             taken = value.expand(into.shape)
             place = Place(*target, Window.of(into), Window.of(taken))
             self.places.setdefault(offered[0], []).append(place)
@@ -237,6 +263,21 @@ _WRITES = {
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _is_plain(model: nn.Module, shapes: dict[tuple[str, str], tuple[int, ...]]) -> bool:
+    """Say whether no module packs, moves or derives anything after it was loaded (vLLM 0.32)."""
+    for (module, own), shape in shapes.items():
+        parameter = getattr(model.get_submodule(module), own)
+        if tuple(parameter.shape) != shape or not parameter.is_contiguous():
+            return False
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        packed = getattr(getattr(layer, "cpu_linear", None), "__closure__", None)
+        is_latent = hasattr(layer, "kv_b_proj")  # multi-head latent attention, which absorbs it
+        if type(method).__name__ not in PLAIN_METHODS or packed is not None or is_latent:
+            return False
+    return True
 
 
 def _add_shared(
@@ -260,23 +301,51 @@ def _add_shared(
                         held.append(twin)
 
 
-def _check_filled(recorder: _Recorder, shapes: dict[tuple[str, str], tuple[int, ...]]) -> None:
-    covered: dict[tuple[str, str], list[str]] = {}
-    for name, held in recorder.places.items():
-        for place in held:
-            covered.setdefault((place.module, place.parameter), []).append(name)
-    lacking = [owner for owner in shapes if owner not in covered]
+def _check_filled(layout: Layout, filled: dict[tuple[str, str], int]) -> None:
+    """Refuse what would leave a part of the model as it was.
+
+    Args:
+        layout: What would be loaded.
+        filled: Elements that loaders would write, by parameter.
+    """
+    filling = _names_by_parameter(layout)
+    lacking = [".".join(owner) for owner in layout.shapes if owner not in filling]
     if lacking:
         raise WeightSyncError(
-            f"the trainer's model has nothing for the engine's {_listed(map('.'.join, lacking))}"
+            f"the trainer's model has nothing for the engine's {_listed(lacking)}"
         )
-    for owner, names in covered.items():
-        filled = recorder.filled.get(owner)  # not of one that only shares another's memory
-        if filled is not None and filled < torch.Size(shapes[owner]).numel():
+    for owner, names in filling.items():
+        written = filled.get(owner)  # none of one that only shares another's memory
+        if written is not None and written < torch.Size(layout.shapes[owner]).numel():
             raise WeightSyncError(
                 f"the trainer's model fills a part of the engine's {'.'.join(owner)} only: "
                 f"{_listed(names)}"
             )
+
+
+def _check_apart(layout: Layout, aliases: dict[str, str]) -> None:
+    """Refuse two tensors that would be loaded to the same place, where the last one would stay."""
+    for owner, names in _names_by_parameter(layout).items():
+        apart = {aliases.get(name, name) for name in names}
+        size = sum(
+            torch.Size(place.taken.size).numel()
+            for name in apart
+            for place in layout.places.get(name, ())
+            if (place.module, place.parameter) == owner
+        )
+        if size > torch.Size(layout.shapes[owner]).numel():
+            raise WeightSyncError(
+                f"the trainer has {_listed(sorted(apart))} apart, the engine has one tensor for "
+                f"them, {'.'.join(owner)}"
+            )
+
+
+def _names_by_parameter(layout: Layout) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, places in layout.places.items():
+        for place in places:
+            found.setdefault((place.module, place.parameter), []).append(name)
+    return found
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from agoge_async.engine.layout import Comparison, Layout, compare, map_layout
+from agoge_async.engine.layout import Comparison, Layout, compare, copy_in_place, map_layout
 from agoge_async.errors import WeightSyncError
 from agoge_async.weights.manifest import Manifest
 from agoge_async.weights.plan import TensorMeta
@@ -29,6 +29,7 @@ class ModelWeights:
     def __init__(self, worker: Any) -> None:
         self._model = worker.get_model()
         self._config = worker.model_config
+        self._device: torch.device = worker.device
         self._layout: tuple[list[TensorMeta], dict[str, str], Layout] | None = None
 
     def expect(self, manifest: Manifest) -> list[str]:
@@ -48,7 +49,21 @@ class ModelWeights:
         return [meta.name for meta in tensors if not meta.is_buffer and meta.name not in placed]
 
     def load(self, tensors: Tensors) -> None:
-        """Put tensors into the running model, in place, as vLLM loads a checkpoint."""
+        """Put the tensors that are expected into the running model, in place.
+
+        vLLM loads a checkpoint by making each layer anew and copying it over the old one, which
+        takes several times longer, and memory. Where layers are what was copied to them, that is
+        all that is done.
+        """
+        assert self._layout is not None
+        if self._layout[2].is_plain:
+            copy_in_place(self._model, self._layout[2], tensors)
+        else:
+            self._load_by_layer(tensors)
+        if self._device.type == "cuda":  # what is read may be overwritten from now on
+            torch.cuda.synchronize(self._device)
+
+    def _load_by_layer(self, tensors: Tensors) -> None:
         with torch.inference_mode():
             initialize_layerwise_reload(self._model)
             self._model.load_weights(tensors)

@@ -10,6 +10,7 @@ device.
 from __future__ import annotations
 
 import functools
+from concurrent.futures import Executor, Future
 
 import torch
 import xxhash
@@ -30,28 +31,34 @@ def digest(data: torch.Tensor) -> int:
 
 
 class RunningDigest:
-    """The digest of a tensor that is being written: what was written last is still in the cache.
+    """The digest of a tensor that is being written, taken in another thread right behind.
 
     Args:
         data: As `digest` takes it.
+        thread: An executor with one thread.
     """
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: torch.Tensor, thread: Executor) -> None:
         self._data = data
+        self._thread = thread
         self._hash = xxhash.xxh3_64() if data.device.type == "cpu" else None
-        self._end = 0
+        self._begin = 0
+        self._last: Future[None] | None = None
 
     def advance(self, end: int) -> None:
         """Take note that everything before a byte is written."""
-        if self._hash is not None and end > self._end:
-            self._hash.update(self._data[self._end : end].numpy())
-            self._end = end
+        if self._hash is not None and end > self._begin:
+            written = self._data[self._begin : end].numpy()
+            self._last = self._thread.submit(self._hash.update, written)
+            self._begin = end
 
     def value(self) -> int:
         """Give the digest, once everything is written."""
         if self._hash is None:
             return multilinear(self._data)
         self.advance(self._data.numel())
+        if self._last is not None:
+            self._last.result()
         return self._hash.intdigest()
 
 

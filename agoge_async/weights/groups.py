@@ -228,6 +228,7 @@ class GroupInlet:
         """Leave the groups."""
         for group in list(self._groups.values()):
             group.close()
+        self._next = None
 
 
 def _seconds(timeout_s: float) -> datetime.timedelta:

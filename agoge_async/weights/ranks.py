@@ -285,8 +285,12 @@ def rank_and_size() -> tuple[int, int]:
 
 def host_address() -> str:
     """Give rank 0's address, as all ranks and engines can reach it."""
-    everywhere, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    return "127.0.0.1" if everywhere == here else os.environ["MASTER_ADDR"]
+    return "127.0.0.1" if is_one_host() else os.environ["MASTER_ADDR"]
+
+
+def is_one_host() -> bool:
+    """Whether all ranks are on this host, as torchrun's variables tell."""
+    return os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
 
 
 async def meet(rank: int, num_ranks: int, timeout_s: float) -> Hub | Spoke:

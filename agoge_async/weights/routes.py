@@ -20,29 +20,34 @@ from agoge_async.weights.manifest import (
     SharedMemoryRoute,
 )
 from agoge_async.weights.plan import Message
-from agoge_async.weights.ranks import host_address
+from agoge_async.weights.ranks import host_address, is_one_host
 from agoge_async.weights.segments import CudaSegment, Segment, SegmentLane, segment_bytes
 from agoge_async.weights.transport import Lane
 
 CPU = "cpu"
 
 
-def pick_transport(engines: Sequence[WeightShape], own: str, sources: Sequence[int]) -> str:
-    """Choose the transport for local engines.
+def pick_transport(
+    engines: Sequence[WeightShape], own: str, sources: Sequence[int], *, is_one_host: bool
+) -> str:
+    """Choose the transport for engines on rank 0's host.
 
     Args:
         engines: Where they hold their weights.
         own: Where rank 0 holds its own: "cpu", or its GPU's UUID.
         sources: Ranks that send.
+        is_one_host: Whether all ranks are on it too.
     """
     workers = [device for engine in engines for device in engine.devices]
+    is_here = is_one_host or tuple(sources) == (0,)
+    through_memory = "shm" if is_here else "gloo"
     if CPU in workers or own == CPU:
-        return "shm"
+        return through_memory
     if set(workers) == {own} and tuple(sources) == (0,):
         return "cuda_ipc"
     # NCCL has no two ranks of a group on one GPU.
     is_apart = own not in workers and len(set(workers)) == len(workers)
-    return "nccl" if is_apart else "shm"
+    return "nccl" if is_apart else through_memory
 
 
 class Routes:
@@ -78,7 +83,8 @@ class Routes:
         """Say how this push goes; rank 0's."""
         sources = tuple(sorted({message.source for message in messages}))
         if transport == "auto":
-            transport = pick_transport(engines, self._own_device(), sources)
+            own = self._own_device()
+            transport = pick_transport(engines, own, sources, is_one_host=is_one_host())
         if transport == "disk":
             assert self._folder is not None
             return DiskRoute(str(new_folder(self._folder, version).with_suffix("")))

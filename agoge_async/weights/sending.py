@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from typing import NamedTuple
@@ -71,11 +72,12 @@ class RankPart:
             on_failure: Told at once when this rank can't go on sending.
         """
         # One that failed may still be gathering.
-        with self._one_push, self._source.on_device():
+        hasher = ThreadPoolExecutor(1, "agoge-digest")
+        with self._one_push, self._source.on_device(), hasher:
             started = time.monotonic()
             shard = self._rank if self._gather is Gather.SHARDS else None
             fill = functools.partial(self._source.fill, rank=shard)
-            sender = _Sender(manifest, self._rank, fill, open_lane, on_failure)
+            sender = _Sender(manifest, self._rank, fill, hasher, open_lane, on_failure)
             names = [slice_.tensor.name for bucket in manifest.buckets for slice_ in bucket.slices]
             peak = self._source.held_bytes(names) if self._gather is Gather.ALL else 0
             with self._gathered(names, when=self._gather is Gather.ALL):
@@ -128,6 +130,7 @@ class _Sender:
         manifest: Manifest,
         rank: int,
         fill: Callable[[Bucket, Part, torch.Tensor], Iterator[int]],
+        hasher: Executor,
         open_lane: Callable[[], Lane | None],
         on_failure: Callable[[Exception], None],
     ) -> None:
@@ -136,6 +139,7 @@ class _Sender:
         self._manifest = manifest
         self._rank = rank
         self._fill = fill
+        self._hasher = hasher
         self._on_failure = on_failure
         self._lane: Lane | None = None
         self._writing: _Writing | None = None
@@ -150,7 +154,7 @@ class _Sender:
             with self._guarded(), self._waiting():
                 frame = self._lane.frame(message)
                 checks = self._manifest.checks_digests
-                checksum = RunningDigest(payload_of(frame)) if checks else None
+                checksum = RunningDigest(payload_of(frame), self._hasher) if checks else None
                 self._writing = _Writing(message, frame, checksum)
 
     def fill(self, part: Part) -> None:

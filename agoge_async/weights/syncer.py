@@ -282,6 +282,7 @@ class ParamSyncer:
         manifest = await self._prepare(push, is_staged=self._options.staged)
         if manifest.is_staged:
             sent = await self._transfer(hub, push, manifest)
+            transfer_s = time.monotonic() - started
             await self._hold(push)
             push.doing = "loading"
             loads = await push.load()
@@ -291,6 +292,7 @@ class ParamSyncer:
             await self._hold(push)
             push.doing = "sending and loading"
             sent, loads = await await_both(self._send_with_all(hub, push, manifest), push.load())
+            transfer_s = time.monotonic() - started
         push.doing = "committing"
         stall_s = await push.commit()
         load_s = max(load["load_s"] for load in loads)
@@ -307,6 +309,7 @@ class ParamSyncer:
             control_calls=push.control_calls,
             cast=self._source.cast(manifest.tensors),
             total_s=time.monotonic() - started,
+            transfer_s=transfer_s,
             gather_s=max(part.gather_s for part in sent),
             send_s=max(part.send_s for part in sent),
             load_s=load_s,
@@ -336,7 +339,8 @@ class ParamSyncer:
         adapter = self._source.adapter
         check_adapters(push.targets, engines, None if adapter is None else adapter.rank)
         self._snapshot = None
-        return await anyio.to_thread.run_sync(self._plan, engines, push.version, is_staged)
+        plan = functools.partial(self._plan, engines, push.version, is_staged=is_staged)
+        return await anyio.to_thread.run_sync(plan)
 
     async def _hold(self, push: EnginePush) -> None:
         push.doing = "waiting for requests to end" if self._options.mode == "wait" else "holding"
@@ -385,7 +389,7 @@ class ParamSyncer:
 
     async def _collect(self, hub: Hub, push: EnginePush) -> None:
         """Have every rank join, with the same model."""
-        push.doing = "waiting for the other ranks to call it"
+        push.doing = "waiting for the other ranks to come"
         joined: dict[int, Joined] = {}
         ranks = range(1, rank_and_size()[1])
 
@@ -432,9 +436,7 @@ class ParamSyncer:
         await await_all(own, *(functools.partial(other, rank) for rank in range(1, num_ranks)))
         return sent
 
-    def _plan(
-        self, engines: list[WeightShape], version: int, is_staged: bool
-    ) -> Manifest:  # a thread's
+    def _plan(self, engines: list[WeightShape], version: int, *, is_staged: bool) -> Manifest:
         options = self._options
         dtypes = {engine.dtype for engine in engines}
         if len(dtypes) > 1:

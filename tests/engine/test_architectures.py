@@ -12,6 +12,7 @@ from agoge_async.weights.groups import serve_store
 from tests.engine.conftest import TINY
 from tests.engine.test_parity import greedy
 
+pytestmark = pytest.mark.slow
 PROMPT = [*b"What is 2 plus 2?"]
 ENGINE_ARGS = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
 
@@ -31,8 +32,8 @@ def qwen2_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen2")
     config = Qwen2Config(
         vocab_size=272,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=128,
+        intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

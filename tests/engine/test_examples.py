@@ -51,6 +51,7 @@ def has(process: psutil.Process, mark: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_push_weights_shows_answers_and_versions_that_follow_the_training():
     """Both ranks' lessons arrive in the engine, though each rank learns but one."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -13,6 +13,7 @@ from tests.engine.conftest import ask, backends, vllm_processes
 from tests.engine.test_load import wait_idle
 
 # A killed engine of `pair` is followed by another one, which outlives the test.
+pytestmark = pytest.mark.slow
 replaces_engine = pytest.mark.may_leave("processes", "tasks", "descriptors", "shared memory")
 LONG = {"ignore_eos": True, "max_tokens": 300, "temperature": 1.0}
 

@@ -1,7 +1,7 @@
 """What `torchrun` runs for test_ranks.py: a trainer of several ranks, targets in rank 0's process.
 
-Usage: ranks.py STAGE WHAT, where WHAT is gather strategies with commas between them, a fault, or
-"lora" for a model with an adapter.
+Usage: ranks.py STAGE:WHAT ..., where WHAT is gather strategies with commas between them, a fault,
+"lora" for a model with an adapter, or "memory". Each line of output begins with its task.
 """
 
 import asyncio
@@ -24,18 +24,19 @@ from tests.weights.test_push import Target
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute
 TIMEOUT_S = 8.0
+task = ""
 FAULTS = ("dies in send", "dies in gather", "raises", "other version", "comes late")
 
 
 class Model(nn.Module):
     """Uneven sizes; tied, above the bucket's budget, and small enough to persist under ZeRO-3."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 33, depth: int = 4) -> None:
         super().__init__()
-        self.embed = nn.Embedding(51, 33)
-        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(4))
-        self.norm = nn.LayerNorm(33)
-        self.head = nn.Linear(33, 51, bias=False)
+        self.embed = nn.Embedding(51, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 51, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -52,9 +53,16 @@ def with_adapter(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, config)
 
 
-def make_engine(stage: int, *, lora: bool):
+def say(text: str) -> None:
+    print(f"{task} rank {torch.distributed.get_rank()}: {text}", flush=True)
+
+
+def make_engine(stage: int, what: str):
     torch.manual_seed(0)
-    model = with_adapter(Model()) if lora else Model()
+    if what == "memory":
+        model = Model(width=1000, depth=20)
+    else:
+        model = with_adapter(Model()) if what == "lora" else Model()
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
@@ -131,9 +139,11 @@ async def push_all(engine, gathers: str) -> None:
                 if transport == "gloo" and gather == "bucketed":
                     merging = 3 * 33 * 33 * 4 if hasattr(engine.module, "peft_config") else 0
                     assert record.peak_extra_bytes <= 2 * 5000 + largest + merging
+                if gather == "shards":
+                    assert record.peak_extra_bytes <= 2 * (5000 + 80)
     for target in targets:
         target.close()
-    print(f"rank {rank}: {version} pushes", flush=True)
+    say(f"{version} pushes")
 
 
 async def push_lora(engine, _: str) -> None:
@@ -141,7 +151,7 @@ async def push_lora(engine, _: str) -> None:
     try:
         await ParamSyncer.connect(engine, None, gather="shards")
     except ValueError as error:
-        print(f"rank {torch.distributed.get_rank()}: {error}", flush=True)
+        say(str(error))
     await push_all(engine, "bucketed")
     target = Target("engine/0")
     target.shape = dataclasses.replace(target.shape, max_lora_rank=8)
@@ -155,6 +165,38 @@ async def push_lora(engine, _: str) -> None:
         assert adapter.keys() == target.weights.keys()
         assert all(torch.equal(tensor, target.weights[name]) for name, tensor in adapter.items())
     target.close()
+
+
+async def count_memory(engine, _: str) -> None:
+    """Push a model of 80 MB in buckets of 2 MB; say how much memory it took at its peak."""
+    rank = torch.distributed.get_rank()
+    targets = [Target("engine/0")] if rank == 0 else None  # its receiver's memory is rank 0's
+    version = 0
+    for gather in ("gather_all", "bucketed", "shards"):
+        async with await ParamSyncer.connect(
+            engine, targets, gather=gather, transport="gloo", sources="round_robin",
+            bucket_bytes=2 << 20, timeout_s=TIMEOUT_S,
+        ) as syncer:  # fmt: skip
+            for _ in range(2):  # the first one makes the groups
+                version += 1
+                before = begin_peak()
+                record = await syncer.push(version=version)
+                peak = resident_mb("VmHWM") - before
+        say(f"{gather} {peak:.1f} MB, {record.peak_extra_bytes / 1e6:.1f} MB counted")
+    for target in targets or ():
+        target.close()
+
+
+def begin_peak() -> float:
+    """Have the peak of memory begin anew; gives what there is now. [MB]"""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_mb("VmRSS")
+
+
+def resident_mb(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 async def fail(engine, fault: str) -> None:
@@ -185,21 +227,22 @@ async def fail(engine, fault: str) -> None:
             time.sleep(TIMEOUT_S + 2)  # noqa: ASYNC251  # blocks, as a step of a trainer does
         await syncer.push(version=2 if rank == 1 and fault == "other version" else 1)
     except WeightSyncError as error:
-        print(f"rank {rank}: {error.culprit}: {error}", flush=True)
+        say(f"{error.culprit}: {error}")
     if not fault.startswith("dies"):
         record = await syncer.push(version=3)
-        print(f"rank {rank}: then {record.version}", flush=True)
+        say(f"then {record.version}")
     await syncer.aclose()
     for target in targets or ():
         target.close()
 
 
 def main() -> None:
-    stage, what = int(sys.argv[1]), sys.argv[2]
+    global task
     deepspeed.init_distributed("gloo")
-    engine = make_engine(stage, lora=what == "lora")
-    run = fail if what in FAULTS else push_lora if what == "lora" else push_all
-    asyncio.run(run(engine, what))
+    for task in sys.argv[1:]:
+        stage, _, what = task.partition(":")
+        runs = {"lora": push_lora, "memory": count_memory} | dict.fromkeys(FAULTS, fail)
+        asyncio.run(runs.get(what, push_all)(make_engine(int(stage), what), what))
     sys.stdout.flush()
     os._exit(0)  # the groups of ranks that died can't be left in peace
 

@@ -205,8 +205,8 @@ async def test_a_damaged_message_is_found_before_anything_is_loaded(kind, monkey
     seal = frames.seal
 
     def damage(frame, checksum, stamp):
-        seal(frame, checksum, stamp)
         frame[1] ^= 4
+        seal(frame, checksum, stamp)
 
     async with connected(model, 2, transport=kind) as (syncer, targets):
         monkeypatch.setattr("agoge_async.weights.sending.seal", damage)
@@ -410,7 +410,7 @@ async def test_versions_grow():
 
 
 async def test_a_target_that_was_restarted_is_met_anew():
-    """Its groups are gone with it."""
+    """Its groups are gone with it; NeMo-RL#3591: the trainer's have to be made anew."""
     model = Tied()
     async with connected(model, 2, transport="gloo") as (syncer, targets):
         await syncer.push(version=1)
@@ -423,7 +423,10 @@ async def test_a_target_that_was_restarted_is_met_anew():
 
 @pytest.mark.parametrize("kind", ["shm", "disk"])
 async def test_a_target_that_was_restarted_gets_the_last_push_at_once(kind):
-    """From what is still there of it; the trainer has changed since, and isn't asked."""
+    """From what is still there of it; the trainer has changed since, and isn't asked.
+
+    AReaL#1101: an engine that comes while others run needs their weights.
+    """
     model = Tied()
     async with connected(model, 2, transport=kind) as (syncer, targets):
         await syncer.push(version=7)
@@ -464,7 +467,7 @@ async def test_a_target_is_not_restored_from_what_is_not_whole(spoil):
 
 
 async def test_a_new_trainer_replaces_an_old_one():
-    """trl#3408: a trainer that is gone leaves nothing that the next one stumbles over."""
+    """trl#3408, vllm#40646: one that is gone leaves nothing that the next one stumbles over."""
     model = Tied()
     target = Target("engine/0")
     for version in (1, 2, 3):

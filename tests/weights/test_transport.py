@@ -50,26 +50,30 @@ def test_frames_are_used_again_once_nobody_looks():
 
 
 @pytest.mark.parametrize(
-    ("devices", "own", "sources", "expected"),
+    ("devices", "own", "sources", "is_one_host", "expected"),
     [
-        (["cpu", "cpu"], "cpu", [0], "shm"),
-        (["gpu-1"], "cpu", [0], "shm"),
-        (["cpu"], "gpu-0", [0], "shm"),
-        (["gpu-1", "gpu-2"], "gpu-0", [0], "nccl"),
-        (["gpu-0"], "gpu-0", [0], "cuda_ipc"),
-        (["gpu-0", "gpu-0"], "gpu-0", [0], "cuda_ipc"),
-        (["gpu-0"], "gpu-0", [0, 1], "shm"),
-        (["gpu-0", "gpu-1"], "gpu-0", [0], "shm"),
-        (["gpu-1", "gpu-1"], "gpu-0", [0], "shm"),
+        (["cpu", "cpu"], "cpu", [0], True, "shm"),
+        (["cpu"], "cpu", [0, 1], True, "shm"),
+        (["cpu"], "cpu", [0, 1], False, "gloo"),
+        (["cpu"], "cpu", [0], False, "shm"),
+        (["gpu-1"], "cpu", [0], True, "shm"),
+        (["cpu"], "gpu-0", [0], True, "shm"),
+        (["gpu-1", "gpu-2"], "gpu-0", [0], True, "nccl"),
+        (["gpu-1", "gpu-2"], "gpu-0", [0, 8], False, "nccl"),
+        (["gpu-0"], "gpu-0", [0], True, "cuda_ipc"),
+        (["gpu-0", "gpu-0"], "gpu-0", [0], True, "cuda_ipc"),
+        (["gpu-0"], "gpu-0", [0, 1], True, "shm"),
+        (["gpu-0", "gpu-1"], "gpu-0", [0], True, "shm"),
+        (["gpu-1", "gpu-1"], "gpu-0", [0], True, "shm"),
     ],
 )
-def test_the_transport_follows_the_places_of_weights(devices, own, sources, expected):
+def test_the_transport_follows_the_places_of_weights(devices, own, sources, is_one_host, expected):
     """NCCL has no two ranks of a group on one GPU; CUDA's IPC needs the same one."""
     engines = [
         WeightShape(incarnation=index, devices=(device,), dtype="bfloat16")
         for index, device in enumerate(devices)
     ]
-    assert expected == pick_transport(engines, own, sources)
+    assert expected == pick_transport(engines, own, sources, is_one_host=is_one_host)
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
