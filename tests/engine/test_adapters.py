@@ -202,6 +202,9 @@ async def test_an_engine_that_was_restarted_serves_with_the_last_adapter(
         await syncer.push(version=version)
         pid = replica.engine.pid
         replica.condemn("by a test")
+        with anyio.fail_after(10):
+            while replica.is_serving:
+                await anyio.sleep(0.01)
         assert [(version, 0, 20)] == spans(await sample(adapted))  # the other one's
         await wait_serving(adapted)
     assert pid != replica.engine.pid
