@@ -5,6 +5,7 @@ Usage: ranks.py STAGE:WHAT ..., where WHAT is gather strategies with commas betw
 """
 
 import asyncio
+import ctypes
 import dataclasses
 import itertools
 import os
@@ -189,6 +190,7 @@ async def count_memory(engine, _: str) -> None:
 
 def begin_peak() -> float:
     """Have the peak of memory begin anew; gives what there is now. [MB]"""
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier pushes left would hide what this one takes
     Path("/proc/self/clear_refs").write_text("5")
     return resident_mb("VmRSS")
 

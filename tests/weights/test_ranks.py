@@ -84,10 +84,10 @@ def test_a_rank_takes_two_buckets_and_no_more(pushes):
     """
     found = re.findall(r"rank 1: (\w+) ([-\d.]+) MB, ([\d.]+) MB counted", pushes)
     peaks = {gather: (float(peak), float(counted)) for gather, peak, counted in found}
-    assert peaks["gather_all"][0] > 60
+    assert peaks["gather_all"][0] > 30, peaks
     for gather in ("bucketed", "shards"):
-        assert peaks[gather][0] < 2 * 2.1 + 4 + 8
-        assert peaks[gather][1] <= 2 * 2.1 + 4
+        assert peaks[gather][0] < 2 * 2.1 + 4 + 8, peaks
+        assert peaks[gather][1] <= 2 * 2.1 + 4, peaks
 
 
 def test_two_ranks_push_a_model_with_its_adapter_merged_and_the_adapter_alone(pushes):
