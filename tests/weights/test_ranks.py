@@ -77,17 +77,19 @@ def test_three_ranks_gather_in_one_order():
 
 
 def test_a_rank_takes_two_buckets_and_no_more(pushes):
-    """Resident memory of a rank without receivers, and what it counts itself.
+    """What a rank without receivers counts itself, and how its resident memory grows.
 
     trl#7131, ms-swift#7986: buckets bounded nothing, for everything was gathered first. The model
-    has 80 MB, a bucket 2, the largest parameter 4; gloo and the allocator take some.
+    has 80 MB, a bucket 2, the largest parameter 4. The kernel also sees what DeepSpeed's gathers
+    and the allocator take beside that, which is up to 30 MB and other each time.
     """
     found = re.findall(r"rank 1: (\w+) ([-\d.]+) MB, ([\d.]+) MB counted", pushes)
     peaks = {gather: (float(peak), float(counted)) for gather, peak, counted in found}
-    assert peaks["gather_all"][0] > 30, peaks
-    for gather in ("bucketed", "shards"):
-        assert peaks[gather][0] < 2 * 2.1 + 4 + 8, peaks
-        assert peaks[gather][1] <= 2 * 2.1 + 4, peaks
+    assert peaks["gather_all"][0] > 60, peaks
+    assert peaks["bucketed"][0] < 50, peaks
+    assert peaks["bucketed"][1] <= 2 * 2.1 + 4, peaks
+    assert peaks["shards"][0] < 8, peaks
+    assert peaks["shards"][1] <= 2 * 2.1, peaks
 
 
 def test_two_ranks_push_a_model_with_its_adapter_merged_and_the_adapter_alone(pushes):
