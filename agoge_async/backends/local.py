@@ -293,6 +293,7 @@ class LocalBackend(Backend):
         if self._memory is not None:
             self._memory.engine.condemn(cause)
             self._memory = None
+            self._set_status("restarting", self._status.restarts, None)  # nothing is sent to it
 
     def check_sleep(self, level: int) -> None:
         """Refuse to sleep; does nothing where it can.

@@ -99,3 +99,12 @@ async def test_a_push_to_weights_that_sleep_is_refused(router, locals_, transpor
         await router.wake_up("m")
         await syncer.push(version=1)
         assert ["serving"] * 2 == [local.status.state for local in locals_]
+
+
+async def test_requests_wait_for_engines_that_were_condemned(router, locals_):
+    """Nothing is sent to an engine that is about to end; the next one answers."""
+    for local in locals_:
+        local.condemn("a push of weights failed while it was loaded")
+        assert "restarting" == local.status.state
+    response = await router.generate(TokenRequest(model="m", prompt_token_ids=[1]))
+    assert response.choices[0].token_ids
