@@ -67,7 +67,9 @@ class PushRecord:
     stall_s: float
     """Of the engine that took longest: generation stood still."""
     peak_extra_bytes: int
-    """Memory that the push took on the rank that took most, beside the model."""
+    """Memory that the push took on the rank that took most, beside the model, and beside what the
+    engines read themselves: the segment of `shm` and `cuda_ipc` has the size of the weights, once.
+    """
 
     @property
     def bytes_per_s(self) -> float:

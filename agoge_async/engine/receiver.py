@@ -72,7 +72,8 @@ class PushReceiver:
         put(push.tensors())
         seconds = time.monotonic() - started
         push.wait_received()
-        self._push = None
+        if self._push is push:  # another one may have begun meanwhile
+            self._push = None
         return {"load_s": seconds, "receive_s": push.receive_s}
 
     @property

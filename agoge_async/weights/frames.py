@@ -87,7 +87,7 @@ class FramePool:
             if is_idle and (best is None or len(buffer) < len(best)):
                 best = buffer
         if best is None:
-            best = mmap.mmap(-1, num_bytes)
+            best = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._buffers.append(best)
         return torch.frombuffer(best, dtype=torch.uint8)[:num_bytes]
 

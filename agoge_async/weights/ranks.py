@@ -289,8 +289,12 @@ def host_address() -> str:
 
 
 def is_one_host() -> bool:
-    """Whether all ranks are on this host, as torchrun's variables tell."""
-    return os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+    """Whether all ranks are on this host, as torchrun's variables tell.
+
+    vLLM sets LOCAL_WORLD_SIZE alone in a process that makes an engine for the CPU (0.32).
+    """
+    everywhere = os.environ.get("WORLD_SIZE")
+    return everywhere is None or everywhere == os.environ.get("LOCAL_WORLD_SIZE")
 
 
 async def meet(rank: int, num_ranks: int, timeout_s: float) -> Hub | Spoke:

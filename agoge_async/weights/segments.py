@@ -36,6 +36,7 @@ class Segment:
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self._descriptor = descriptor
+        self._closing = threading.Lock()
         self.num_bytes = num_bytes
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
         """Where others find it, while this process has it."""
@@ -76,10 +77,15 @@ class Segment:
         return cls(descriptor, num_bytes)
 
     def close(self) -> None:
-        """Let go of it; the memory stays until the last tensor that shows it is gone."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Let go of it; the memory stays until the last tensor that shows it is gone.
+
+        Any thread may call it, at once with another one: a number that is closed twice would be
+        another file's by then.
+        """
+        with self._closing:
+            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
             del self.data
 
 

@@ -1,6 +1,8 @@
 """Frames, their memory and digests; which way weights take."""
 
 import datetime
+import os
+import threading
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from agoge_async.weights.digest import CHUNK_WORDS, digest, multilinear
 from agoge_async.weights.frames import FramePool
 from agoge_async.weights.groups import Group
 from agoge_async.weights.manifest import GroupRoute
+from agoge_async.weights.ranks import host_address
 from agoge_async.weights.routes import pick_transport
+from agoge_async.weights.segments import Segment
 
 
 @pytest.mark.parametrize("hashed", [digest, multilinear], ids=["cpu", "gpu"])
@@ -76,6 +80,25 @@ def test_the_transport_follows_the_places_of_weights(devices, own, sources, is_o
     assert expected == pick_transport(engines, own, sources, is_one_host=is_one_host)
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "127.0.0.1"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "127.0.0.1"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-0"}, "127.0.0.1"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-0"}, "node-0"),
+    ],
+    ids=["alone", "alone beside vLLM", "one host", "two hosts"],
+)
+def test_the_address_of_rank_0(monkeypatch, variables, expected):
+    """The loopback where all ranks are here; vLLM leaves a variable of torchrun's behind."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert expected == host_address()
+
+
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
 def test_without_nccl_a_group_over_it_is_refused():
     """Not silently left out: uninitialised weights would be loaded."""
@@ -84,3 +107,24 @@ def test_without_nccl_a_group_over_it_is_refused():
     store.set_timeout(datetime.timedelta(seconds=1))
     with pytest.raises(WeightSyncError, match="this torch has no NCCL; take transport='gloo'"):
         Group(store, route, 0, 0, torch.device("cpu"), 1.0)
+
+
+def test_a_segment_that_threads_close_at_once_is_closed_once():
+    """Else a file that was opened in between would be closed under its owner."""
+    for _ in range(200):
+        segment = Segment.make(4096)
+        barrier = threading.Barrier(2)
+        opened = []
+
+        def close(segment=segment, barrier=barrier, opened=opened) -> None:
+            barrier.wait()
+            segment.close()
+            opened.append(os.open("/dev/null", os.O_RDONLY))
+
+        threads = [threading.Thread(target=close) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for descriptor in opened:
+            os.close(descriptor)
